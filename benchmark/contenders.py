@@ -23,7 +23,6 @@ from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
 ADAPTIVE = ", adaptive"  # suffix of a draft's name: under Draft & Verify's adaptive exit
-WITHOUT_ADAPTIVE = ("lookup", "auto")  # drafts that no single model makes
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
@@ -64,17 +63,12 @@ class Bench:
         """Cost table of lookup and of each draft that one model makes, measured at its first
         use.
         """
-        drafts = {
-            name: way
-            for name, way in self.drafts.items()
-            if name not in WITHOUT_ADAPTIVE and not name.endswith(ADAPTIVE)
-        }
-        lengths = [way.new_policy().gamma for way in drafts.values()]
-        longest = max([LONGEST_VERIFICATION - 1, *lengths])
+        drafts = {name: way for name, way in self.drafts.items() if name + ADAPTIVE in self.drafts}
         prompts = [ids for _, ids in self.prompts]
+        longest = LONGEST_VERIFICATION - 1
         verify, steps = measure_costs(self.setting, prompts, list(drafts.values()), longest)
-        costs = {"lookup": 0.0, **dict(zip(drafts, steps, strict=True))}
-        return {name: CostTable(step, verify) for name, step in costs.items()}
+        costs = zip(("lookup", *drafts), (0.0, *steps), strict=True)
+        return {name: CostTable(step, verify) for name, step in costs}
 
 
 def decode(
@@ -93,22 +87,21 @@ def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Draf
     the adaptive exit.
     """
     layers = setting.model.num_layers
-    ways = {"lookup": DraftOptions("lookup")}
-    for layer in options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0}):
-        ways[f"exit {layer}"] = DraftOptions("exit", exit_layer=layer)
+    exits = options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0})
+    by_model = {f"exit {layer}": DraftOptions("exit", exit_layer=layer) for layer in exits}
     if setting.model.fast_bits:
-        ways["low bits"] = DraftOptions("lowbit")
+        by_model["low bits"] = DraftOptions("lowbit")
     if (setting.folder / "plan.json").exists():
-        ways["plan.json"] = DraftOptions("skip")
+        by_model["plan.json"] = DraftOptions("skip")
     if options.draft_model:
-        ways["model"] = DraftOptions("model", draft_model=options.draft_model)
+        by_model["model"] = DraftOptions("model", draft_model=options.draft_model)
+    ways = {"lookup": DraftOptions("lookup")}
+    for name, way in by_model.items():
+        ways |= {name: way, name + ADAPTIVE: replace(way, adaptive=True)}
     ways["auto"] = DraftOptions("auto")
-    found = {}
-    for name, way in ways.items():
-        found[name] = setting.drafting(way, setting.params)
-        found[name].preparation.work()
-        if name not in WITHOUT_ADAPTIVE:
-            found[name + ADAPTIVE] = setting.drafting(replace(way, adaptive=True), setting.params)
+    found = {name: setting.drafting(way, setting.params) for name, way in ways.items()}
+    for drafting in found.values():
+        drafting.preparation.work()
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 
 
@@ -156,20 +149,26 @@ def transformers_contenders(options: argparse.Namespace, setting: Setting) -> di
     return found
 
 
-def llama_cpp_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
-    """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads."""
+def load_llama_cpp(file: str, positions: int, device: torch.device) -> Any:
+    """llama.cpp with the model of a GGUF file, with torch's number of threads."""
     import llama_cpp
 
     threads = torch.get_num_threads()
-    theirs = llama_cpp.Llama(
-        options.against["llama.cpp"],
-        n_ctx=max(setting.positions, *LENGTHS),
-        n_gpu_layers=0 if setting.model.device.type == "cpu" else -1,
+    say(f"llama.cpp: {llama_cpp.llama_print_system_info().decode().strip(' |')}")
+    return llama_cpp.Llama(
+        file,
+        n_ctx=positions,
+        n_gpu_layers=0 if device.type == "cpu" else -1,
         n_threads=threads,
         n_threads_batch=threads,
         verbose=False,
     )
-    say(f"llama.cpp: {llama_cpp.llama_print_system_info().decode().strip(' |')}")
+
+
+def llama_cpp_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
+    """Contender: plain decoding of llama.cpp from a GGUF file."""
+    file = options.against["llama.cpp"]
+    theirs = load_llama_cpp(file, max(setting.positions, *LENGTHS), setting.model.device)
 
     def write(prompt: list[int], count: int) -> Written:
         theirs.reset()  # otherwise the same prompt again needs no prefill

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -55,26 +56,15 @@ def section(title: str, command: list[str], seconds: int) -> tuple[bool, str]:
     """Whether a part worked, and its Markdown: how its command ended, and its output, also where it
     failed.
     """
-    worked = False
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-            check=False,
-        )
-        end = f"ended with status {done.returncode}"
-        worked = done.returncode == 0
-        output = done.stdout
-    except subprocess.TimeoutExpired as error:
-        end = f"was stopped after {seconds} seconds"
-        output = error.output
-    except OSError as error:
-        end = "could not start"
-        output = str(error).encode()
-    shown = (output or b"").decode(errors="replace").strip()
-    return worked, f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
+    limited = ["timeout", "--foreground", "--kill-after=5", str(seconds), *command]
+    with TemporaryFile() as output:  # a pipe would stay open while a command's own children run
+        status = subprocess.run(limited, stdout=output, stderr=output, check=False).returncode
+        output.seek(0)
+        shown = output.read().decode(errors="replace").strip()
+    ends = {124: f"was stopped after {seconds} seconds", 127: "could not start"}
+    end = ends.get(status, f"ended with status {status}")
+    found = f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
+    return status == 0, found
 
 
 def report(model: str, out: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
+from benchmark.contenders import load_llama_cpp
 from benchmark.sections import timed
 from cli.table import Row
 from model import Decoder, InputError, ModelConfig
@@ -19,10 +20,12 @@ REPEATS = 9
 
 def check_llama_cpp(config: ModelConfig, dtype: torch.dtype) -> None:
     """Raises InputError for a shape that is no Llama in bf16, or without llama-cpp-python."""
-    if config.source["model_type"] != "llama" or dtype != torch.bfloat16:
-        raise InputError("--against llama.cpp takes shapes of Llama in bf16")
-    if find_spec("llama_cpp") is None:
-        raise InputError("--against llama.cpp needs pip install llama-cpp-python")
+    is_llama = config.source["model_type"] == "llama" and dtype == torch.bfloat16
+    if not is_llama or find_spec("llama_cpp") is None:
+        raise InputError(
+            "--against llama.cpp takes shapes of Llama in bf16, and needs pip install"
+            " llama-cpp-python"
+        )
 
 
 def write_gguf(model: Decoder, path: Path) -> None:
@@ -62,22 +65,11 @@ def write_gguf(model: Decoder, path: Path) -> None:
 
 
 def llama_cpp_costs(model: Decoder, prompt: int) -> Row:
-    """llama.cpp's time of a step, and until the first token after a prompt, on torch's number of
-    threads.
-    """
-    import llama_cpp
-
-    threads = torch.get_num_threads()
+    """llama.cpp's time of a step, and until the first token after a prompt."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "shape.gguf")
         write_gguf(model, path)
-        theirs = llama_cpp.Llama(
-            str(path),
-            n_ctx=prompt + REPEATS,
-            n_threads=threads,
-            n_threads_batch=threads,
-            verbose=False,
-        )
+        theirs = load_llama_cpp(str(path), prompt + REPEATS, model.device)
         theirs.eval([0] * POSITION)
         step = partial(theirs.eval, [0])
         seconds = [timed(step, model.device)[1] for _ in range(REPEATS)]

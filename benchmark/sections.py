@@ -5,10 +5,10 @@ The first line of a section's docstring is the title of its table.
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from decoding.run.together import Scheduler
 from decoding.run.writer import Drafting, Sample, Task, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import LayerPlan, now
+from model import Decoder, LayerPlan, now
 from search.costs import CostTable
 from weights.memory import bytes_read
 
@@ -75,18 +75,15 @@ def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 @torch.inference_mode()
 def take_turns(
-    steps: list[Callable[[], object]], repeats: int, device: torch.device
-) -> list[list[float]]:
-    """Seconds of each repeat of steps: each runs once as warm-up, then all in turn, ``repeats``
+    steps: Mapping[str, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of each repeat of each step: each runs once as warm-up, then all in turn, ``repeats``
     times.
     """
-    for step in steps:
+    for step in steps.values():
         step()
-    seconds: list[list[float]] = [[] for _ in steps]
-    for _ in range(repeats):
-        for step, times in zip(steps, seconds, strict=True):
-            times.append(timed(step, device)[1])
-    return seconds
+    turns = [{name: timed(step, device)[1] for name, step in steps.items()} for _ in range(repeats)]
+    return {name: [seconds[name] for seconds in turns] for name in steps}
 
 
 def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list[Written]]:
@@ -170,21 +167,20 @@ def together_section(bench: Bench) -> list[Row]:
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = partial(decode, Writer(model, setting.positions), setting, ways["plain"])
     texts = [alone(prompt, bench.options.max_new_tokens).tokens for prompt in prompts]
-    rows: list[Row] = []
+    rows = []
     for slots in track(TOGETHER, "writing together", console=Console(stderr=True)):
-        for name, way in ways.items():
-            speed, written = write_together(bench, way, prompts, slots)
-            if name == "plain":
-                plain_speed = speed
-            rows.append(
-                {
-                    "texts": slots,
-                    "decoder": name,
-                    "tokens/s": speed,
-                    "equal": count_equal(zip(written, texts, strict=True)),
-                    "speed-up": speed / plain_speed,
-                }
-            )
+        found = {name: write_together(bench, way, prompts, slots) for name, way in ways.items()}
+        plain_speed, _ = found["plain"]
+        rows += [
+            {
+                "texts": slots,
+                "decoder": name,
+                "tokens/s": speed,
+                "equal": count_equal(zip(written, texts, strict=True)),
+                "speed-up": speed / plain_speed,
+            }
+            for name, (speed, written) in found.items()
+        ]
     return rows
 
 
@@ -222,11 +218,11 @@ def first_token_section(bench: Bench) -> list[Row]:
     contenders = {"plain": ours} | {name: bench.libraries[name] for name in bench.options.against}
     rows = []
     for tokens in [length for length in LENGTHS if length <= longest]:
-        steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]
-        times = [seconds for (seconds,) in take_turns(steps, 1, model.device)]
+        steps = {name: partial(write, [0] * tokens, 1) for name, write in contenders.items()}
+        times = take_turns(steps, 1, model.device)
         rows += [
-            {"decoder": name, "tokens": tokens, "ms": 1e3 * took, "ratio": took / times[0]}
-            for name, took in zip(contenders, times, strict=True)
+            {"decoder": name, "tokens": tokens, "ms": 1e3 * took, "ratio": took / times["plain"][0]}
+            for name, (took,) in times.items()
         ]
     return rows
 
@@ -238,18 +234,24 @@ def floor_section(bench: Bench) -> list[Row]:
     is read. On a GPU the row of the table also has the most memory that torch has held so far.
     """
     model = bench.setting.model
+    peak = {}
+    if model.device.type == "cuda":
+        peak = {"peak MB": torch.cuda.max_memory_allocated(model.device) / 1e6}
+    return [floor_of(model) | peak]
+
+
+def floor_of(model: Decoder) -> Row:
+    """Bytes of the weights that a step reads, the speed of the memory, and their quotient."""
     block = torch.ones(BANDWIDTH_BYTES.get(model.device.type, 1 << 28) // 4, device=model.device)
-    speed = block.nbytes / min(take_turns([block.sum], STEP_REPEATS, model.device)[0])
+    seconds = take_turns({"read": block.sum}, STEP_REPEATS, model.device)["read"]
+    speed = block.nbytes / min(seconds)
     size = bytes_read(model.config, LayerPlan.full(model.num_layers), model.dtype.itemsize)
-    floor = {
+    return {
         "MB": size / 1e6,
         "GB/s": speed / 1e9,
         "ms": 1e3 * size / speed,
         "tokens/s": speed / size,
     }
-    if model.device.type == "cuda":
-        floor["peak MB"] = (torch.cuda.max_memory_allocated(model.device) - block.nbytes) / 1e6
-    return [floor]
 
 
 def structured_section(bench: Bench) -> list[Row]:
@@ -272,22 +274,22 @@ def structured_section(bench: Bench) -> list[Row]:
     drafts = {"forced": forced}
     drafts |= {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
     ways = {"plain": writer.plain, **drafts}
+    seeds = range(2 if bench.options.quick else 1 + STRUCTURED_TURNS)
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
         schema = json.dumps(each["schema"])
         grammar = Grammar("json_schema", schema, tokens)
         rules = Rules(STRUCTURED_TOKENS, setting.tokenizer.eos_ids, grammar=grammar)
         writer.begin(encode_prompt(setting.tokenizer, each["request"], schema=schema))
-        turns = []
-        for seed in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS):
+        found: dict[str, list[Sample]] = {way: [] for way in ways}
+        for seed, (way, drafting) in product(seeds, ways.items()):
             coupling = Coupling(setting.coupling, seed)
-            turns.append(
-                {
-                    way: writer.write(writer.new_text(rules), drafting, setting.params, coupling)
-                    for way, drafting in ways.items()
-                }
-            )
-        rows += [{"schema": name, "decoder": way, **structured_row(turns, way)} for way in drafts]
+            text = writer.write(writer.new_text(rules), drafting, setting.params, coupling)
+            found[way].append(text)
+        rows += [
+            {"schema": name, "decoder": way, **structured_row(found[way], found["plain"])}
+            for way in drafts
+        ]
     for way in drafts:
         medians = [row["speed-up"]["median"] for row in rows if row["decoder"] == way]
         mean = statistics.geometric_mean(medians)
@@ -295,10 +297,10 @@ def structured_section(bench: Bench) -> list[Row]:
     return rows
 
 
-def structured_row(turns: list[dict[str, Sample]], way: str) -> Row:
-    """Results of a draft on the texts of one schema; the first turn warms up."""
-    pairs = [(turn[way], turn["plain"]) for turn in turns]
-    last = turns[-1][way].statistics
+def structured_row(texts: list[Sample], plain: list[Sample]) -> Row:
+    """Results of a draft on one schema, beside the plain texts; the first turn warms up."""
+    pairs = [*zip(texts, plain, strict=True)]
+    last = texts[-1].statistics
     return {
         "tokens": last.tokens,
         "a round": last.tokens_per_round,

@@ -4,19 +4,18 @@ Times and memory do not depend on the values of the weights. The acceptance rate
 are computed for several. A shape is a name in ``shapes.json`` or the ``config.json`` of a model.
 """
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from matplotlib.figure import Figure
 
 from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
-from benchmark.sections import take_turns, timed
+from benchmark.sections import floor_of, take_turns, timed
 from cli.files import read_json
 from cli.table import Row
 from decoding.randomness import KeyedRandomness, Place
@@ -26,7 +25,6 @@ from model.fast import accelerate
 from search.costs import CostTable, best_speedup
 from weights.memory import (
     LONGEST_DRAFT,
-    bytes_read,
     check_fits,
     estimate,
     has_memory_for,
@@ -43,7 +41,6 @@ REPEATS = 7
 EXIT = 0.25  # share of the layers that an early exit runs
 RANDOM_NUMBERS = 1 << 20  # repeated in every weight
 CLEAR_PEAK = Path("/proc/self/clear_refs")  # of Linux: "5" sets the peak to the present size
-FLOOR_BYTES = 1 << 28  # read to measure the speed of the memory
 PEAKED = 4.0  # standard deviation of logits of an entropy like that of text
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 
@@ -61,16 +58,14 @@ def config_of(shape: str) -> ModelConfig:
 def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Model with random weights: the same numbers again and again, which are made fast."""
     with torch.device("meta"):
-        model = build(config)
+        model = build(config).to(dtype)
+    model = model.to_empty(device=device).requires_grad_(False).eval()
     numbers = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
     numbers = (numbers * 0.5 * config.hidden_size**-0.5).to(device, dtype)
-    state = {}
-    for name, parameter in model.named_parameters():
-        state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
-        for part in state[name].view(-1).split(RANDOM_NUMBERS):
+    for parameter in model.parameters():
+        for part in parameter.view(-1).split(RANDOM_NUMBERS):
             part.copy_(numbers[: len(part)])
-    model.load_state_dict(state, assign=True)
-    return model.requires_grad_(False).eval()
+    return model
 
 
 @torch.inference_mode()
@@ -90,9 +85,10 @@ def measure_shape(
     low_bits = LayerPlan.full(layers).in_bits(4)
     expected = partial(estimate, config, dtype, positions, prompt=max(PROMPTS), fast_on=device)
     check_fits(expected(), device)
-    before = process_bytes("rss")
-    with suppress(OSError):
+    watches_peak = device.type == "cpu" and CLEAR_PEAK.exists()
+    if watches_peak:
         CLEAR_PEAK.write_text("5")
+        before = peak_bytes()
     began = now(device)
     model = accelerate(random_model(config, dtype, device))
     cache = model.new_cache(positions)
@@ -111,22 +107,17 @@ def measure_shape(
         model.prefill(torch.zeros(1, count - 1, dtype=torch.int64, device=device), cache)
         step_of(model, cache, 1, None, count - 1)()
         row[f"first token after {count}, s"] = now(device) - began
-    if device.type == "cpu":  # before the block that measures the memory's speed
-        row["peak, GB"] = (process_bytes("peak") - before) / 1e9
+    if watches_peak:  # before the block that measures the memory's speed
+        row["peak, GB"] = (peak_bytes() - before) / 1e9
         row["estimate, GB"] = expected(plan=low_bits if copied else None).total / 1e9
     row |= measured_steps(model, cache, low_bits, copied)
     return row | llama_cpp_costs(model, min(PROMPTS)) if beside_llama_cpp else row
 
 
-def process_bytes(kind: str) -> int:
-    """Memory of this process: "rss", the present, or "peak", the most since the peak was cleared
-    (where the system cannot tell, the present).
-    """
-    with suppress(OSError, StopIteration):
-        if kind == "peak":
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return psutil.Process().memory_info().rss
+def peak_bytes() -> int:
+    """The most memory that this process has had since the peak was cleared, on Linux."""
+    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(peak[1]) * 1024
 
 
 def step_of(
@@ -151,16 +142,14 @@ def measured_steps(model: Decoder, cache: KVCache, low_bits: LayerPlan, copied: 
     steps |= {name: step_of(model, cache, 1, plan) for name, plan in drafts.items()}
     logits = PEAKED * torch.randn(1, model.vocab_size, device=model.device)
     steps["sampling"] = partial(sample, logits)
-    steps["floor"] = torch.ones(FLOOR_BYTES // 4, device=model.device).sum
-    times = take_turns([*steps.values()], REPEATS, model.device)
-    seconds = dict(zip(steps, map(statistics.median, times), strict=True))
+    times = take_turns(steps, REPEATS, model.device)
+    seconds = {name: statistics.median(each) for name, each in times.items()}
     one = seconds.pop("1 rows")
-    floor = seconds.pop("floor")
-    size = bytes_read(model.config, LayerPlan.full(layers), model.dtype.itemsize)
+    floor = floor_of(model)
     row = {
         "step, ms": 1e3 * one,
-        "GB/s of the memory": FLOOR_BYTES / floor / 1e9,
-        "step, of its floor": one / (floor * size / FLOOR_BYTES),
+        "GB/s of the memory": floor["GB/s"],
+        "step, of its floor": 1e3 * one / floor["ms"],
         **{name: each / one for name, each in seconds.items()},
     }
     verify = interpolated([1.0, *(row[f"{rows} rows"] for rows in ROWS[1:])])

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
 
 from decoding.policies import Offer, Policy
 from decoding.rounds import Round, common_prefix
@@ -117,15 +116,6 @@ class BreakEven(Policy):
         # of the current round: the offers, and the draft that is made, if any
         self.offers: Sequence[Offer] = ()
         self.taken: PossibleDraft | None = None
-        # of its draft: the confidences of a model's tokens, the probability that all of them are
-        # accepted, and the times before the first one and behind the last
-        self.confidences: list[float] = []
-        self.reached = 1.0
-        self.began = 0.0
-        self.drafted = 0.0
-        # the tokens of the draft that were guessed, and those that constraints forced
-        self.guessed = 0
-        self.forced = 0
         # of the text so far: the tokens that constraints forced, and the others
         self.text_forced = 0
         self.text_free = 0
@@ -144,6 +134,11 @@ class BreakEven(Policy):
         alone = self.past.slopes.get(name, self.first_slopes[name])
         return alone + self.ANOTHER_TEXT * (self.sharers() - 1)
 
+    def rates_of(self, offer: Offer) -> Rates:
+        """The acceptance rates of an offer's kind of draft."""
+        prior = self.priors.get(offer.kind, self.PRIOR_RATE)
+        return self.past.rates.setdefault(offer.kind, Rates(prior))
+
     def draft_length(self) -> int:
         """0 where no drafter is asked for an offer: drafts have used up the credit."""
         # A grammar's tokens need no luck.
@@ -154,20 +149,17 @@ class BreakEven(Policy):
         """The offer to take and the largest number of its tokens: 0 for a round without a draft."""
         self.offers = offers
         self.taken = None
-        self.confidences = []
-        self.reached = 1.0
-        any_forced = any(offer.forced for offer in offers)
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
         best = max(drafts, key=PossibleDraft.speedup, default=None)
         if best and best.speedup() > 1:
             self.taken = best
-        elif any_forced:  # a plain round would waste the tokens that are forced
+        elif any(offer.forced for offer in offers):  # a plain round would waste the forced tokens
             offer = next((offer for offer in offers if offer.tokens), offers[0])
             self.taken = PossibleDraft(offer, 0, 1.0, 1.0)
-        if self.clock:
-            self.began = self.clock()
         if self.taken is None:
             return offers[0], 0
+        if self.clock:
+            self.taken.began = self.clock()
         offer = self.taken.offer
         return offer, offer.forced + self.taken.guesses
 
@@ -179,7 +171,7 @@ class BreakEven(Policy):
         """
         slope = self.slope(slope_of(offer))
         longest = self.LONGEST_WITH_FORCED if offer.by_model else len(offer.tokens)
-        rate = self.past.rates_of(offer.kind).mean(self._prior(offer.kind))
+        rate = self.rates_of(offer).mean()
         best = None
         tokens = 1.0
         covered = 0
@@ -193,24 +185,8 @@ class BreakEven(Policy):
             if best is None or draft.speedup() > best.speedup():
                 best = draft
         if best and offer.by_model and self.reads_draft_confidence:
-            return best._replace(guesses=covered)
+            best.guesses = covered
         return best
-
-    def _prior(self, kind: str) -> float:
-        return self.priors.get(kind, self.PRIOR_RATE)
-
-    def keep_drafting(self, confidence: float) -> bool:
-        if self.taken is None:  # a drafter that makes no offers
-            return True
-        if self.clock:
-            self.drafted = self.clock()
-        offer = self.taken.offer
-        prior = self._prior(offer.kind)
-        rates = self.past.rates_of(offer.kind)
-        self.confidences.append(confidence)
-        self.reached *= rates.at(confidence, prior)
-        worth = self.slope(slope_of(offer)) * self.taken.speedup()
-        return self.reached * rates.mean(prior) > worth
 
     def _reading(self, offer: Offer, guesses: int) -> float:
         """Expected time in plain rounds in which a model reads the forced tokens of its draft."""
@@ -220,77 +196,93 @@ class BreakEven(Policy):
         between = guesses * forced_so_far / (self.text_free + 1)
         return (offer.forced + between) * self.slope(KNOWN)
 
+    def keep_drafting(self, confidence: float) -> bool:
+        draft = self.taken
+        if draft is None:  # a drafter that makes no offers
+            return True
+        if self.clock:
+            draft.ended = self.clock()
+        rates = self.rates_of(draft.offer)
+        draft.confidences.append(confidence)
+        draft.reached *= rates.at(confidence)
+        worth = self.slope(slope_of(draft.offer)) * draft.speedup()
+        return draft.reached * rates.mean() > worth
+
     def observe(self, round: Round) -> None:
-        self.guessed, accepted = round.guessed
-        self.forced = len(round.drafted) - self.guessed
-        if not self.offers:  # no drafter was asked
-            self.taken = None
-        cost = 1 + self._cost_of_forced()
+        guessed, accepted = round.guessed
+        forced = len(round.drafted) - guessed
+        cost = 1.0
+        if forced:  # the target has read them, and a model that drafted has too
+            by_model = self.taken and self.taken.offer.by_model and guessed
+            cost += (2 if by_model else 1) * forced * self.slope(KNOWN)
         if self.offers:
             cost += self.ASKING
         if self.taken:
-            cost += self.guessed * self.slope(slope_of(self.taken.offer))
+            cost += guessed * self.slope(slope_of(self.taken.offer))
         written = len(round.emitted)
         newly_forced = sum(round.forced[:written])
         self.text_forced += newly_forced
         self.text_free += written - newly_forced
         self.past.spend(cost - (1 + self.SHARE) * written)
-        self._learn_rates(round.emitted, accepted)
-        self._learn_slopes(len(round.drafted))
-        self.offers = ()  # of the next round, unless its drafters are asked
+        self._learn_rates(round.emitted, guessed, accepted)
+        self._learn_slopes(guessed, forced)
+        # the next round has none, unless its drafters are asked
+        self.offers = ()
+        self.taken = None
 
-    def _learn_rates(self, emitted: Sequence[int], accepted: int) -> None:
-        """Learn acceptance rates from the tokens of a round, of which ``accepted`` were guessed: of
-        known tokens also where their offer was not taken.
+    def _learn_rates(self, emitted: Sequence[int], guessed: int, accepted: int) -> None:
+        """Learn acceptance rates from the tokens of a round, of which ``guessed`` were not forced
+        and ``accepted`` of these were kept: of known tokens also where their offer was not taken.
         """
         for offer in self.offers:
-            rates = self.past.rates_of(offer.kind)
+            rates = self.rates_of(offer)
             if offer.tokens:
                 equal = common_prefix(offer.tokens, emitted)
                 rejected = equal < min(len(offer.tokens), len(emitted))
                 judged = max(0, equal - offer.forced) + rejected
                 rates.learn([1.0] * judged, judged - rejected, self.memory)
             elif self.taken and offer is self.taken.offer:
-                judged = min(self.guessed, accepted + 1)
-                confidences = self.confidences or [1.0] * judged
+                judged = min(guessed, accepted + 1)
+                confidences = self.taken.confidences or [1.0] * judged
                 rates.learn(confidences[:judged], accepted, self.memory)
             elif offer.by_model:
                 rates.fade(self.FADE)
 
-    def _cost_of_forced(self) -> float:
-        """Cost of the forced tokens of the last draft, in plain rounds: the target has read them,
-        and a model that drafted has too.
-        """
-        if not self.forced:
-            return 0.0
-        by_model = self.taken is not None and self.taken.offer.by_model and self.guessed
-        return (2 if by_model else 1) * self.forced * self.slope(KNOWN)
-
-    def _learn_slopes(self, verified: int) -> None:
+    def _learn_slopes(self, guessed: int, forced: int) -> None:
         """Learn the slope of the model that drafted, by the clock, if there is one."""
-        name = slope_of(self.taken.offer) if self.taken else None
+        draft = self.taken
+        name = slope_of(draft.offer) if draft else None
         for other in self.past.slopes.keys() - {name}:
             self.past.fade_slope(other, self.first_slopes[other])
-        by_model = name is not None and self.confidences  # read behind each step
-        if self.clock is None or self.sharers() > 1 or self.forced or not by_model:
+        by_model = draft and draft.confidences  # read behind each step
+        if self.clock is None or self.sharers() > 1 or forced or not by_model:
             return
         verification = self.first_slopes[KNOWN]
-        plain = (self.clock() - self.drafted) / (1 + verified * verification)
-        step = (self.drafted - self.began) / len(self.confidences)
+        plain = (self.clock() - draft.ended) / (1 + guessed * verification)
+        step = (draft.ended - draft.began) / len(draft.confidences)
         before = self.slope(name)
         measured = self.past.learn_slope(name, before, step / plain + verification)
-        self.past.spend(self.guessed * (measured - before))
+        self.past.spend(guessed * (measured - before))
 
 
-class PossibleDraft(NamedTuple):
-    """Draft of an offer's forced tokens and of some guesses: its expected tokens, and its cost in
-    plain rounds.
+@dataclass
+class PossibleDraft:
+    """Draft of an offer's forced tokens and of some guesses: the expected tokens of its round, and
+    the cost in plain rounds.
+
+    While a model makes it: the ``confidences`` of its tokens, the probability ``reached`` that all
+    of them are accepted, and the times before the first one (``began``) and behind the last
+    (``ended``).
     """
 
     offer: Offer
     guesses: int
     tokens: float
     cost: float
+    confidences: list[float] = field(default_factory=list)
+    reached: float = 1.0
+    began: float = 0.0
+    ended: float = 0.0
 
     def speedup(self) -> float:
         """Expected speed-up over plain decoding."""
@@ -307,24 +299,25 @@ class Rates:
 
     ``accepted`` and ``judged`` count tokens of past rounds, recent ones more. The tokens behind a
     rejected one are not judged. Where little was judged the rate is close to a prior one: that of
-    all tokens to the first α, that of a confidence to the rate of all.
+    all tokens to the first α, ``prior``, that of a confidence to the rate of all.
     """
 
     PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
 
-    def __init__(self) -> None:
+    def __init__(self, prior: float) -> None:
+        self.prior = prior
         self.accepted = [0.0] * 10
         self.judged = [0.0] * 10
 
-    def mean(self, prior: float) -> float:
+    def mean(self) -> float:
         """The rate of all tokens."""
-        accepted = sum(self.accepted) + prior * self.PRIOR_WEIGHT
+        accepted = sum(self.accepted) + self.prior * self.PRIOR_WEIGHT
         return accepted / (sum(self.judged) + self.PRIOR_WEIGHT)
 
-    def at(self, confidence: float, prior: float) -> float:
+    def at(self, confidence: float) -> float:
         """The rate of tokens of this confidence."""
         at = tenth(confidence)
-        accepted = self.accepted[at] + self.mean(prior) * self.PRIOR_WEIGHT
+        accepted = self.accepted[at] + self.mean() * self.PRIOR_WEIGHT
         return accepted / (self.judged[at] + self.PRIOR_WEIGHT)
 
     def learn(self, confidences: Sequence[float], accepted: int, memory: float) -> None:
@@ -361,10 +354,6 @@ class Past:
     rates: dict[str, Rates] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     credit: float = 4.0
-
-    def rates_of(self, kind: str) -> Rates:
-        """The acceptance rates of a kind of draft."""
-        return self.rates.setdefault(kind, Rates())
 
     def spend(self, rounds: float) -> None:
         """Subtract plain rounds from the credit, or add them where they are negative."""

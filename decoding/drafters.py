@@ -6,7 +6,7 @@ that the text is now ``length`` tokens long: the drafter must forget later posit
 text begins). The next ``propose`` receives the text.
 """
 
-import math
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from model import InputError, LayerPlan
 
 # most tokens that a draft step reads; of more, all but the last are prefilled
 CATCH_UP = 16
+IDS_AS_CHARACTERS = f"utf-32-{sys.byteorder[0]}e"  # an id in four bytes, as in an array
 
 
 @dataclass(frozen=True)
@@ -69,20 +70,21 @@ def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> No
         )
     tokens = draft.tokens
     probs = draft.probs
-    if tokens.dim() != 1 or tokens.dtype != torch.int64 or len(tokens) > limit:
+    device = target.device
+    found = tokens.dim(), tokens.dtype, tokens.device
+    if found != (1, torch.int64, device) or len(tokens) > limit:
         raise contract_error(
             drafter,
-            f"`tokens` must be [k] int64 with k at most {limit}, found {list(tokens.shape)}"
-            f" {tokens.dtype}",
+            f"`tokens` must be [k] int64 on {device} with k at most {limit}, found"
+            f" {list(tokens.shape)} {tokens.dtype} on {tokens.device}",
         )
-    if probs.shape != (len(tokens), target.vocab_size) or not probs.is_floating_point():
+    shape = len(tokens), target.vocab_size
+    if (probs.shape, probs.device) != (shape, device) or not probs.is_floating_point():
         raise contract_error(
             drafter,
-            f"`probs` must be [{len(tokens)}, {target.vocab_size}] floats, found"
-            f" {list(probs.shape)} {probs.dtype}",
+            f"`probs` must be {list(shape)} floats on {device}, found {list(probs.shape)}"
+            f" {probs.dtype} on {probs.device}",
         )
-    if {tokens.device, probs.device} != {target.device}:
-        raise contract_error(drafter, f"`tokens` and `probs` must be on {target.device}")
     if len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
         ids = tokens.tolist()
         if not all(0 <= token < target.vocab_size for token in ids):
@@ -104,36 +106,19 @@ def contract_error(drafter: Drafter, broken: str) -> InputError:
     )
 
 
-class GrowingDraft:
-    """Draft to which one token after another is added."""
+def empty_draft(vocab_size: int, device: torch.device | str) -> Draft:
+    """Draft without tokens."""
+    no_tokens = torch.zeros(0, dtype=torch.int64, device=device)
+    return Draft(no_tokens, one_hot(no_tokens, vocab_size))
 
-    def __init__(self, no_tokens: Tensor, vocab_size: int) -> None:
-        """``no_tokens``: ``[0]`` int64, on the device of the draft."""
-        self.tokens = [no_tokens]
-        self.probs: list[Tensor] = []
-        self.logits: list[Tensor] = []
-        self.vocab_size = vocab_size
 
-    def __len__(self) -> int:
-        return len(self.probs)
-
-    def add(self, token: Tensor, probs: Tensor, logits: Tensor) -> None:
-        """Add a token ``[1]`` that was drawn from ``probs`` ``[1, vocab]``."""
-        self.tokens.append(token)
-        self.probs.append(probs)
-        self.logits.append(logits)
-
-    def force(self, token: Tensor) -> None:
-        """Add a token ``[1]`` that was not drawn."""
-        impossible = torch.full((1, self.vocab_size), -math.inf, device=token.device)
-        logits = impossible.scatter_(1, token[:, None], 0.0)
-        self.add(token, one_hot(token, self.vocab_size), logits)
-
-    def finished(self) -> Draft:
-        """The draft of all tokens."""
-        tokens = torch.cat(self.tokens)
-        probs = joined(self.probs) if self.probs else one_hot(tokens, self.vocab_size)
-        return Draft(tokens, probs, self.logits)
+def in_a_row(drafts: Sequence[Draft]) -> Draft:
+    """Draft of the tokens of all these drafts of a model, one after another."""
+    return Draft(
+        torch.cat([each.tokens for each in drafts]),
+        joined([each.probs for each in drafts]),
+        [logits for each in drafts for logits in each.logits],
+    )
 
 
 class ModelDrafter:
@@ -153,6 +138,7 @@ class ModelDrafter:
         self.model = model
         self.cache = cache
         self.plan = plan
+        self.empty = empty_draft(model.vocab_size, model.device)
 
     def propose(
         self,
@@ -169,47 +155,45 @@ class ModelDrafter:
         constraints force come without a step, before, between and after them.
         """
         context = text.tensor(self.model.device)
-        draft = GrowingDraft(context[:0], self.model.vocab_size)
         start = self.cache.length
         unread = context[start:]  # tokens that are not yet in the cache
         # only the penalty and constraints read the drafted tokens before the draft ends
         extends = params.repetition_penalty != 1 or bool(text.constraints)
+        draft: list[Draft] = []  # of one token each
         drawn = 0
         while len(draft) < limit:
             # without constraints the draft is not read, for which a GPU would have to synchronise
             forced = text.forced(context[len(text) :].tolist()) if text.constraints else None
             if forced is not None:
                 # The model does not run: its next call reads all tokens that it has not read.
-                token = context.new_tensor([forced])
-                draft.force(token)
-                unread = torch.cat((unread, token))
-                context = torch.cat((context, token))
-                if forced in text.rules.eos_ids:
+                token = context.new_tensor(forced)
+                probs = one_hot(token[None], self.model.vocab_size)
+                draft.append(Draft(token[None], probs, [probs.log()]))
+                unread = torch.cat((unread, token[None]))
+            elif drawn == steps:
+                break
+            else:
+                drawn += 1
+                logits = self._read(unread, start)
+                allowed = text.allowed(context[len(text) :], first=len(draft))
+                probs = distribution(logits, context, params, allowed)
+                if allowed is not None and not probs.any():
+                    break  # nothing is allowed here: an error only if the text comes to this place
+                token = randomness.draw(probs[0], text.place(len(draft)))
+                draft.append(Draft(token[None], probs, [logits]))
+                start += len(unread)
+                unread = token[None]
+                if policy.reads_draft_confidence and not policy.keep_drafting(
+                    raw_probability(logits[0], token)
+                ):
                     break
-                continue
-            if steps is not None and drawn >= steps:
-                break
-            drawn += 1
-            logits = self._read(unread, start)
-            allowed = text.allowed(context[len(text) :], first=len(draft))
-            probs = distribution(logits, context, params, allowed)
-            if allowed is not None and not probs.any():
-                break  # no token is allowed here: an error only if the text comes to this position
-            token = randomness.draw(probs[0], text.place(len(draft)))
-            draft.add(token[None], probs, logits)
-            start += len(unread)
-            unread = token[None]
             if extends:
-                context = torch.cat((context, unread))
-            if policy.reads_draft_confidence and not policy.keep_drafting(
-                raw_probability(logits[0], token)
-            ):
-                break
+                context = torch.cat((context, token[None]))
             # Constraints read the token in any case. Without them a GPU would have to synchronise.
             on_cpu = policy.reads_draft_confidence and token.device.type == "cpu"
             if (text.constraints or on_cpu) and int(token) in text.rules.eos_ids:
                 break
-        return draft.finished()
+        return in_a_row([self.empty, *draft])
 
     def _read(self, tokens: Tensor, start: int) -> Tensor:
         """Logits ``[1, vocab]`` after tokens ``[n]`` from ``start`` on, which enter the cache."""
@@ -232,8 +216,7 @@ class KnownTokens:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = device
-        no_tokens = torch.zeros(0, dtype=torch.int64, device=device)
-        self.empty = Draft(no_tokens, one_hot(no_tokens, vocab_size))
+        self.empty = empty_draft(vocab_size, device)
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Number that says how good the guess is, for which policies estimate an acceptance, and
@@ -306,18 +289,15 @@ class PromptLookup(KnownTokens):
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Length of the n-gram at the end of the text that occurred before, and up to ``limit``
         tokens after it.
+
+        Each id is the number of a character, since Python searches strings fast.
         """
-        ids = array("i", text.tokens)
-        data = ids.tobytes()
-        width = ids.itemsize
-        for size in range(min(self.longest, len(ids) - 1), 0, -1):
-            tail = data[-size * width :]
-            end = len(data) - width  # an occurrence needs at least one token after it
-            while (at := data.rfind(tail, 0, end)) >= 0:
-                if at % width == 0:
-                    after = at // width + size
-                    return size, ids[after : after + limit].tolist()
-                end = at + len(tail) - 1
+        string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
+        for size in range(min(self.longest, len(string) - 1), 0, -1):
+            # an occurrence needs at least one token after it
+            after = string.rfind(string[-size:], 0, -1) + size
+            if after >= size:
+                return size, text.tokens[after : after + limit]
         return 0, []
 
 
@@ -329,12 +309,11 @@ class BestOf:
 
     def __init__(
         self,
-        drafters: Mapping[str, Drafter],
+        drafters: Mapping[str, ModelDrafter | KnownTokens],
         models_are_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self.drafters = drafters
         self.models_are_ready = models_are_ready
-        self.nothing: Draft | None = None  # the empty draft of plain rounds
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -346,9 +325,7 @@ class BestOf:
         if limit:
             taken, length = policy.choose(self._offers(text, limit))
         if not length:
-            some = next(iter(self.drafters.values()))
-            self.nothing = self.nothing or some.propose(text, 0, params, policy, randomness)
-            return self.nothing
+            return next(iter(self.drafters.values())).empty
         drafter = self.drafters[taken.name]
         if isinstance(drafter, KnownTokens):
             return drafter.draft_of(text, taken.tokens[: min(limit, length)])

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 import llguidance
@@ -31,7 +32,7 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 # the one style of JSON: without it a model may fill its budget with spaces
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-KEPT_MASKS = 64  # places whose masks are kept, more than the longest draft has
+KEPT_MASKS = 64  # of the last places asked for, more than the longest draft has
 
 
 class Vocabulary:
@@ -59,27 +60,17 @@ class Vocabulary:
         self.tokens = [b"" if token in eos_ids else data for token, data in enumerate(tokens)]
         self.special_token_ids = [token for token, data in enumerate(self.tokens) if not data]
         self.eos_token_id = min(self.eos_ids)
-        self.ids = {data: token for token, data in enumerate(self.tokens) if data}
-        self.longest = max(map(len, self.tokens))
         self.library = llguidance.LLTokenizer(self, len(tokens), sorted(self.eos_ids))
 
     def __call__(self, text: str) -> list[int]:
         """Token ids with exactly the bytes of ``text``: the longest matches, where the tokenizer
         gives other bytes, as one that normalises does.
         """
-        ids = list(self.encode(text))
-        rest = text.encode()
-        if b"".join(self.tokens[token] for token in ids) == rest:
-            return ids
-        ids = []
-        while rest:
-            sizes = range(min(self.longest, len(rest)), 0, -1)
-            size = next((size for size in sizes if rest[:size] in self.ids), 0)
-            if not size:
-                raise InputError(f"no token of the model writes the byte {rest[:1]!r}")
-            ids.append(self.ids[rest[:size]])
-            rest = rest[size:]
-        return ids
+        for encode in (self.encode, self.library.greedy_tokenize):
+            ids = list(encode(text))
+            if b"".join(self.tokens[token] for token in ids) == text.encode():
+                return ids
+        raise InputError(f"no token of the model writes a byte of {text!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,9 @@ class Grammar:
 
     @cached_property
     def pristine(self) -> llguidance.LLMatcher:
-        """A matcher that is only copied: an error never leaves a matcher."""
+        """A matcher at the beginning of the output. It is only copied, since an error never leaves
+        a matcher.
+        """
         limits = llguidance.LLParserLimits(verbose_errors=False)
         return llguidance.LLMatcher(
             self.vocabulary.library, self._compiled(), log_level=0, limits=limits
@@ -138,10 +131,6 @@ class Grammar:
         except ValueError as error:  # a lone surrogate, or a number that no double holds
             raise InputError(f"{self.option} is not supported: {error}") from None
 
-    def new_matcher(self) -> llguidance.LLMatcher:
-        """A matcher at the beginning of the output."""
-        return self.pristine.deep_copy()
-
     def __call__(self, prompt_length: int) -> GrammarConstraint:
         return GrammarConstraint(self, prompt_length)
 
@@ -156,17 +145,18 @@ def finite(number: str) -> float:
 class GrammarConstraint:
     """Constraint of one text by a grammar: a mask that depends on the tokens after the prompt only.
 
-    The matcher has consumed ``consumed``. ``masks`` holds masks after the first n tokens of
-    ``path``, by n, so that verification finds those of the draft.
+    The matcher has consumed ``consumed``. The last masks are kept, so that verification finds those
+    of the draft.
     """
 
     def __init__(self, grammar: Grammar, prompt_length: int) -> None:
         self.grammar = grammar
         self.prompt_length = prompt_length
-        self.matcher = grammar.new_matcher()
-        self.consumed: list[int] = []
-        self.path: list[int] = []
-        self.masks: dict[int, Tensor] = {}
+        self.matcher = grammar.pristine.deep_copy()
+        self.consumed: tuple[int, ...] = ()
+        # by a weak reference, so that the masks are freed with their text
+        compute = partial(GrammarConstraint._compute, weakref.proxy(self))
+        self.mask_after = lru_cache(KEPT_MASKS)(compute)
         self.seconds = 0.0
         self.trouble: str | None = None  # the reason why the last mask allows nothing
 
@@ -175,27 +165,18 @@ class GrammarConstraint:
 
         Raises InputError where the masks of the text have taken too long.
         """
-        written = list(tokens[self.prompt_length :])
-        kept = common_prefix(self.path, written)
-        if kept < len(written):
-            self.path = written
-            self.masks = {at: mask for at, mask in self.masks.items() if at <= kept}
-        if len(written) not in self.masks:
-            if len(self.masks) == KEPT_MASKS:
-                del self.masks[min(self.masks)]
-            self.masks[len(written)] = self._compute(written)
-        return self.masks[len(written)]
+        return self.mask_after(tuple(tokens[self.prompt_length :]))
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
         """Tokens that the tokenizer gives to the bytes which the grammar forces next."""
         began = time.thread_time()
-        self._move_to(list(tokens[self.prompt_length :]))
+        self._move_to(tuple(tokens[self.prompt_length :]))
         forced = self.matcher.compute_ff_bytes()
         found = self.grammar.vocabulary.library.tokenize_bytes(forced) if forced else []
         self.seconds += time.thread_time() - began
         return found
 
-    def _compute(self, written: list[int]) -> Tensor:
+    def _compute(self, written: tuple[int, ...]) -> Tensor:
         """Mask after these tokens, by the matcher."""
         began = time.thread_time()
         self.trouble = None
@@ -206,8 +187,8 @@ class GrammarConstraint:
                 break
             # A matcher never leaves an error. Other branches may have used up a limit: once more.
             self.trouble = f"{self.grammar.option}: {reason(self.matcher)}"
-            self.matcher = self.grammar.new_matcher()
-            self.consumed = []
+            self.matcher = self.grammar.pristine.deep_copy()
+            self.consumed = ()
         else:
             bits = bytes(len(bits))
         self.seconds += time.thread_time() - began
@@ -219,11 +200,11 @@ class GrammarConstraint:
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
         return torch.from_numpy(allowed[: len(self.grammar.vocabulary.tokens)]).view(torch.bool)
 
-    def _move_to(self, written: list[int]) -> None:
+    def _move_to(self, written: tuple[int, ...]) -> None:
         """Let the matcher have consumed these tokens, from the common prefix on."""
         kept = common_prefix(self.consumed, written)
         self.matcher.rollback(len(self.consumed) - kept)
-        self.matcher.consume_tokens(written[kept:])
+        self.matcher.consume_tokens(list(written[kept:]))
         self.consumed = written
 
 

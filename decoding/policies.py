@@ -124,47 +124,28 @@ class Offer:
         return self.tokens is None
 
 
-class PolicyAround(Policy):
-    """Policy around another one, ``inner``: a subclass replaces some of its decisions."""
-
-    def __init__(self, inner: Policy) -> None:
-        super().__init__(inner.gamma)
-        self.inner = inner
-        self.reads_draft_confidence = inner.reads_draft_confidence
-        self.reads_target_confidence = inner.reads_target_confidence
-
-    def draft_length(self) -> int:
-        return self.inner.draft_length()
-
-    def keep_drafting(self, confidence: float) -> bool:
-        return self.inner.keep_drafting(confidence)
-
-    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        return self.inner.choose(offers)
-
-    def observe(self, round: Round) -> None:
-        self.inner.observe(round)
-
-    def grant_clock(self, past: Any, sharers: Callable[[], int]) -> None:
-        self.inner.grant_clock(past, sharers)
-
-
-class ConfidenceGate(PolicyAround):
+class ConfidenceGate(Policy):
     """Gate by the target's confidence: a round has no draft where drafts are likely to be rejected.
 
     The gate is closed for a round if, in the round before, the target's confidence in the token
-    that it drew was below ``least``. While it is open, ``inner`` decides.
+    that it drew was below ``least``. While it is open, the ``inner`` policy decides.
     """
 
+    reads_target_confidence = True
+
     def __init__(self, inner: Policy, least: float) -> None:
-        super().__init__(inner)
-        self.reads_target_confidence = True
+        super().__init__(inner.gamma)
+        self.inner = inner
+        self.reads_draft_confidence = inner.reads_draft_confidence
+        self.keep_drafting = inner.keep_drafting
+        self.choose = inner.choose
+        self.grant_clock = inner.grant_clock
         self.least = least
         self.open = True
 
     def draft_length(self) -> int:
-        return super().draft_length() if self.open else 0
+        return self.inner.draft_length() if self.open else 0
 
     def observe(self, round: Round) -> None:
-        super().observe(round)
+        self.inner.observe(round)
         self.open = round.target_confidence is None or round.target_confidence >= self.least

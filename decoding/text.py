@@ -42,8 +42,9 @@ class Rules:
 
     It ends after ``max_new_tokens``, with any of ``eos_ids``, before a stop string, or where the
     model's context is full. ``banned`` words are matched as substrings of the UTF-8 bytes,
-    case-sensitively, also across tokens. The output is one of ``grammar``'s, if it is not cut.
-    Raises InputError for a budget below 1, an empty string, and a grammar without ``eos_ids``.
+    case-sensitively, also across tokens. The output is one of ``grammar``'s, if it is not cut; its
+    end-of-text tokens must be among ``eos_ids``. Raises InputError for a budget below 1 and an
+    empty string.
     """
 
     max_new_tokens: int
@@ -54,8 +55,6 @@ class Rules:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if self.grammar and not self.eos_ids:
-            raise InputError("a grammar needs an end-of-text token: a text ends where it ends")
         if self.max_new_tokens < 1:
             raise InputError(f"max-new-tokens must be at least 1, found {self.max_new_tokens}")
         if any(
@@ -140,7 +139,7 @@ class Text:
         self.constraints = [*rules.constraints, *([self.grammar] if self.grammar else [])]
         self.tokens: list[int] = []
         self.data = bytearray()
-        self.ends: list[int] = []  # of each token, the offset in ``data`` where its bytes end
+        self.begins = [0]  # of each token and the next one, the offset of its bytes in ``data``
         # position -> tokens that a banned word forbids there
         self.forbidden: dict[int, list[int]] = {}
         self.retractions = 0
@@ -185,7 +184,7 @@ class Text:
         end = len(self.data)
         begin = self.bans.pending(self.data, end)
         while begin < end and end > self.prompt_bytes:
-            end = self._begin(self._holder(begin))
+            end = self.begins[self._holder(begin)]
             begin = self.bans.pending(self.data, end)
         return self.stops.pending(self.data, end, self.prompt_bytes)
 
@@ -293,7 +292,7 @@ class Text:
     def _append(self, token: int) -> None:
         self.tokens.append(token)
         self.data += self.token_bytes(token)
-        self.ends.append(len(self.data))
+        self.begins.append(len(self.data))
 
     def _retract(self) -> list[int]:
         """Remove the banned word that the last token completed, if any; returns the tokens removed.
@@ -310,8 +309,8 @@ class Text:
         self.forbidden = {at: tokens for at, tokens in self.forbidden.items() if at <= position}
         self.forbidden.setdefault(position, []).append(removed[0])
         self.copied = min(self.copied, position)
-        del self.tokens[position:], self.ends[position:]
-        del self.data[self._begin(position) :]
+        del self.tokens[position:], self.begins[position + 1 :]
+        del self.data[self.begins[position] :]
         return removed
 
     def _check_end(self) -> None:
@@ -330,12 +329,8 @@ class Text:
 
     def _new_bytes(self) -> int:
         """Number of bytes that the last token added."""
-        return len(self.data) - self._begin(len(self) - 1)
-
-    def _begin(self, position: int) -> int:
-        """Offset where the bytes of the token at ``position`` begin."""
-        return self.ends[position - 1] if position else 0
+        return self.begins[-1] - self.begins[-2]
 
     def _holder(self, offset: int) -> int:
         """Position of the token with the byte at ``offset``, at least the first generated one."""
-        return max(bisect_right(self.ends, offset), self.prompt_length)
+        return max(bisect_right(self.begins, offset) - 1, self.prompt_length)

@@ -156,7 +156,6 @@ def run(options: argparse.Namespace, resuming: str) -> int:
         say(resuming)
     predictions = predictions_of(study)
     if not predictions:
-        say("no plan was tried: no plan written")
         return status
 
     plans = plans_to_confirm(Calibration(setting, judged), costs, predictions)

@@ -108,13 +108,15 @@ def measure_costs(
     drafts: Sequence[Drafting],
     longest: int = LONGEST_DRAFT,
 ) -> tuple[tuple[float, ...], list[float]]:
-    """Costs of verification, up to ``longest`` drafted tokens, and of a step of each draft: the
-    ``verify`` and the ``draft`` of cost tables.
+    """Costs of verification, up to ``longest`` drafted tokens or the longest of these drafts, and
+    of a step of each draft: the ``verify`` and the ``draft`` of cost tables.
 
     Each draft is made by a model, and measured in rounds of its full length. The texts follow the
     prompts, another one each turn, so that costs are those of their contexts.
     """
     model = setting.model
+    lengths = [draft.new_policy().gamma for draft in drafts]
+    longest = max([longest, *lengths])
     tokens = ROUNDS * (longest + 1)
     room = max(1, model.max_positions - tokens)
     # Mixed, since a turn takes one prompt, and not every prompt has its turn.
@@ -125,7 +127,6 @@ def measure_costs(
         (Drafting("known", lambda cache: plain_text, partial(FixedLength, n)), tokens)
         for n in range(1, longest + 1)
     ]
-    lengths = [draft.new_policy().gamma for draft in drafts]
     ways += [
         (at_full_length(draft), ROUNDS * (length + 1))
         for draft, length in zip(drafts, lengths, strict=True)
@@ -133,10 +134,9 @@ def measure_costs(
     ratios = []
     for turn in turns():
         writer.begin(prompts[turn % len(prompts)])
-        known, plain_seconds = write_timed(writer, setting, writer.plain, tokens)
-        plain_text.known = known  # verified by the rounds below
-        seconds = [write_timed(writer, setting, way, count)[1] for way, count in ways]
-        ratios.append([each / plain_seconds for each in seconds])
+        # the plain text is the draft of the rounds that measure verification
+        plain_text.known, plain = write_timed(writer, setting, writer.plain, tokens)
+        ratios.append([write_timed(writer, setting, way, count)[1] / plain for way, count in ways])
     # the first turn warms up
     medians = [statistics.median(each) for each in zip(*ratios[1:], strict=True)]
     verify = (1.0, *medians[:longest])
@@ -150,9 +150,9 @@ def measure_costs(
 def at_full_length(draft: Drafting) -> Drafting:
     """The draft without an early end, which still reads each confidence where its policy does."""
     policy = draft.new_policy()
-    if policy.reads_draft_confidence:
-        return replace(draft, new_policy=partial(AdaptiveExit, 0.0, policy.gamma, step=0.0))
-    return replace(draft, new_policy=partial(FixedLength, policy.gamma))
+    reading = partial(AdaptiveExit, 0.0, step=0.0)
+    of_length = reading if policy.reads_draft_confidence else FixedLength
+    return replace(draft, new_policy=partial(of_length, policy.gamma))
 
 
 def write_timed(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
@@ -79,9 +80,9 @@ def open_study(
 ) -> optuna.Study:
     """Study in the journal ``path``; a new one has no trials.
 
-    ``identity`` is a JSON object of model, prompts, sampling parameters, bits and version. Raises
-    InputError when there are trials but not to ``resume``, or of another identity, and when the
-    file is no journal.
+    ``identity`` is a JSON object of model, sampling parameters, bits, version, and "prompts": the
+    number of tokens to write after each, and the prompts. Raises InputError when there are trials
+    but not to ``resume``, or of another identity, and when the file is no journal.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -196,6 +197,7 @@ def optimise(
     again; a random neighbour of it comes next. Each further process may finish one trial more.
     """
     known = predictions_of(study)
+    offered = {name: CategoricalDistribution(choices) for name, choices in space.items()}
     columns = (
         "trying plans",
         BarColumn(),
@@ -207,9 +209,7 @@ def optimise(
         best = max((prediction.speedup for prediction in known.values()), default=0.0)
         bar = progress.add_task("", total=trials, completed=len(finished(study)), best=best)
         while len(finished(study)) < trials:
-            trial = study.ask()
-            for name, choices in space.items():
-                trial.suggest_categorical(name, choices)
+            trial = study.ask(offered)
             plan = plan_of(trial.params)
             if plan in known:
                 rng = random.Random(trial.number)

@@ -216,9 +216,10 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return draft.finished()",
+        "return in_a_row([self.empty, *draft])",
         "for _ in range(limit - len(draft)):\n"
-        "        draft.add(context[:1] * 0, probs, logits)\n    return draft.finished()",
+        "        draft.append(Draft(context[:1] * 0, probs, [logits]))\n"
+        "    return in_a_row([self.empty, *draft])",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -309,7 +310,7 @@ MUTANTS = [
         Text,
         "_check_end",
         "self.prompt_bytes)",
-        "self._begin(len(self) - 1))",
+        "self.begins[-2])",
         law(Request(stop_strings=("ba",))),
     ),
     Mutant(
@@ -390,10 +391,10 @@ MUTANTS = [
         "an unsure token is drawn, looked at and dropped",
         ModelDrafter,
         "propose",
-        "draft.add(token[None], probs, logits)\n",
-        "draft.add(token[None], probs, logits)\n"
-        "        if not policy.keep_drafting(raw_probability(logits[0], token)):\n"
-        "            draft.tokens.pop(), draft.probs.pop()\n",
+        "draft.append(Draft(token[None], probs, [logits]))\n",
+        "draft.append(Draft(token[None], probs, [logits]))\n"
+        "            if not policy.keep_drafting(raw_probability(logits[0], token)):\n"
+        "                draft.pop()\n",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -507,8 +508,11 @@ MUTANTS = [
         "a grammar's masks are kept by position only",
         GrammarConstraint,
         "__call__",
-        " if at <= kept}",
-        "}",
+        "return self.mask_after(tuple(tokens[self.prompt_length :]))",
+        "place = len(tokens)\n"
+        "    if place not in (kept := self.__dict__.setdefault('kept', {})):\n"
+        "        kept[place] = self.mask_after(tuple(tokens[self.prompt_length :]))\n"
+        "    return kept[place]",
         under("a choice that decides the rest"),
     ),
     Mutant(

@@ -213,7 +213,8 @@ def test_steps_are_timed_in_turns_after_a_warm_up(ticking: list[float]) -> None:
     def step() -> None:
         ticking[0] += next(takes)
 
-    assert take_turns([step, step], 2, torch.device("cpu")) == [[1.0, 3.0], [2.0, 4.0]]
+    turns = take_turns({"a": step, "b": step}, 2, torch.device("cpu"))
+    assert turns == {"a": [1.0, 3.0], "b": [2.0, 4.0]}
 
 
 def test_contenders_take_turns_on_each_prompt_after_a_warm_up(
@@ -248,7 +249,7 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
 def test_the_floor_is_the_time_to_read_every_matrix_once_but_no_untied_embedding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sections, "take_turns", lambda steps, repeats, device: [[9, 0.5, 9]])
+    monkeypatch.setattr(sections, "take_turns", lambda *how: {"read": [9, 0.5, 9]})
     monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 4000})
     for tied in (True, False):
         raw = LLAMA | {"tie_word_embeddings": tied}

@@ -156,7 +156,7 @@ def test_a_draft_whose_confidence_is_read_ends_with_its_end_of_text_token() -> N
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(
-    tokens=st.lists(st.sampled_from([0, 1, 2, 256, 65536]), min_size=1, max_size=30),
+    tokens=st.lists(st.sampled_from([0, 1, 0xD800, 0xFEFF, 65536]), min_size=1, max_size=30),
     limit=st.integers(0, 5),
     longest=st.integers(1, 4),
 )

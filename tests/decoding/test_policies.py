@@ -107,7 +107,7 @@ def test_break_even_follows_the_rounds_of_its_docstring() -> None:
     policy = BreakEven({"model": 0.65})
     rows = []
     for number, most in enumerate([1, 0, 0, 0], 1):
-        rate = policy.past.rates_of("model").mean(0.7)
+        rate = policy.rates_of(MODEL).mean()
         [length] = drafted(policy, [most], confidence=0.75)
         rows.append(
             f"| {number} | {rate:.2f} | {(1 + rate) / 1.65:.3f} | {length} | {min(length, most)} "
@@ -131,7 +131,7 @@ def test_break_even_takes_the_best_length_where_confidence_says_nothing(
     for by_confidence in (True, False):
         policy = BreakEven({"model": slope}, priors={"model": rate}, by_confidence=by_confidence)
         policy.past.credit = math.inf
-        policy.past.rates_of("model").PRIOR_WEIGHT = 1e9
+        policy.rates_of(MODEL).PRIOR_WEIGHT = 1e9
         length = length_of(policy) if by_confidence else policy.choose([MODEL])[1]
         assert length == speedups.index(max(speedups))
 
@@ -140,20 +140,20 @@ def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> N
     """Tokens of a confidence of .9 were accepted, and those of .3 rejected, twenty times."""
     policy = BreakEven({"model": 0.3})
     for confidence in (0.9, 0.3) * 20:
-        policy.past.rates_of("model").learn([confidence], int(confidence > 0.5), 1)
+        policy.rates_of(MODEL).learn([confidence], int(confidence > 0.5), 1)
     assert length_of(policy, confidence=0.9) > 1 == length_of(policy, confidence=0.3)
 
 
 def test_rates_are_those_of_the_judged_tokens_and_at_first_the_prior() -> None:
-    rates = Rates()
-    assert rates.mean(0.7) == rates.at(0.5, 0.7) == 0.7
+    rates = Rates(0.7)
+    assert rates.mean() == rates.at(0.5) == 0.7
     rates.learn([0.95, 1.0, 0.2], 2, 0.5)
     mean = (2 + 4 * 0.7) / (3 + 4)
-    assert rates.mean(0.7) == pytest.approx(mean)
-    assert rates.at(0.91, 0.7) == pytest.approx((2 + 4 * mean) / (2 + 4))
-    assert rates.at(0.29, 0.7) == pytest.approx(4 * mean / (1 + 4))
+    assert rates.mean() == pytest.approx(mean)
+    assert rates.at(0.91) == pytest.approx((2 + 4 * mean) / (2 + 4))
+    assert rates.at(0.29) == pytest.approx(4 * mean / (1 + 4))
     rates.learn([], 0, 0.5)
-    assert rates.mean(0.7) == pytest.approx((1 + 4 * 0.7) / (1.5 + 4))
+    assert rates.mean() == pytest.approx((1 + 4 * 0.7) / (1.5 + 4))
 
 
 def test_break_even_comes_back_when_drafts_become_good() -> None:
@@ -163,14 +163,14 @@ def test_break_even_comes_back_when_drafts_become_good() -> None:
 
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
     """Its tokens are compared with the text afterwards."""
-    policy = BreakEven({"known": 0.25}, priors={"lookup 1": 0.0})
+    policy = BreakEven({"known": 0.25}, priors={"lookup 1": 0.0, "lookup 3": 0.0})
 
     def rate_of(offer: Offer) -> float:
         """Its acceptance rate after rounds that write the token 5."""
         for _ in range(30):
             policy.choose([offer])
             policy.observe(Round(0, [], 0, [5]))
-        return policy.past.rates_of(offer.kind).mean(0.0)
+        return policy.rates_of(offer).mean()
 
     right = Offer("lookup", "lookup 1", [5, 6, 7, 8])
     wrong = Offer("lookup", "lookup 3", [1, 1, 1, 1])
@@ -288,9 +288,9 @@ def test_a_measurement_moves_a_slope_up_to_a_factor_and_never_below_the_least() 
 def test_a_text_begins_with_the_past_of_the_text_before_where_it_has_a_clock() -> None:
     past = Past()
     write(with_clock(0.2, past), 12, 0.9, accepts=0)
-    assert past.rates_of("model").mean(0.7) < 0.5
+    assert with_clock(0.2, past).rates_of(MODEL).mean() < 0.5
     assert with_clock(0.2, past).slope("model") > 0.3
-    assert BreakEven({"model": 0.2}).past.rates_of("model").mean(0.7) == 0.7
+    assert BreakEven({"model": 0.2}).rates_of(MODEL).mean() == 0.7
 
 
 def test_the_more_texts_share_steps_the_less_break_even_drafts() -> None:
@@ -448,7 +448,7 @@ def test_forced_tokens_cost_the_slope_of_a_known_one_and_teach_nothing(
     """Two tokens are forced and two guessed, of which one is accepted."""
     policy = with_clock(0.4)
     assert policy.choose([offer])[0] is offer
-    policy.confidences = [0.95, 0.25]
+    policy.taken.confidences = [0.95, 0.25]
     policy.past.credit = 0.0
     policy.observe(
         Round(5, [7, 7, 0, 1], 3, [7, 7, 0, 9], forced=[True, True, False, False, False])

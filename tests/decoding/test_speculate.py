@@ -105,16 +105,19 @@ IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
         (Breaking(Draft([1, 2], UNIFORM)), "must return a Draft of tensors"),
         (
             Breaking(Draft(IDS.float(), UNIFORM)),
-            r"int64 with k at most 4, found \[2\] torch.float32",
+            r"int64 on cpu with k at most 4, found \[2\] torch.float32",
         ),
         (Breaking(Draft(IDS[None], UNIFORM)), r"`tokens` must be \[k\] int64 .* found \[1, 2\]"),
         (Breaking(Draft(IDS.repeat(3), UNIFORM.repeat(3, 1))), r"k at most 4, found \[6\]"),
         (
             Breaking(Draft(IDS, UNIFORM[:, 1:])),
-            r"`probs` must be \[2, 11\] floats, found \[2, 10\]",
+            r"`probs` must be \[2, 11\] floats on cpu, found \[2, 10\]",
         ),
-        (Breaking(Draft(IDS, UNIFORM.bool())), r"\[2, 11\] floats, found \[2, 11\] torch.bool"),
-        (Breaking(Draft(IDS, UNIFORM.to("meta"))), "must be on cpu"),
+        (
+            Breaking(Draft(IDS, UNIFORM.bool())),
+            r"floats on cpu, found \[2, 11\] torch.bool",
+        ),
+        (Breaking(Draft(IDS, UNIFORM.to("meta"))), "torch.float32 on meta"),
         (Breaking(Draft(torch.tensor([1, VOCAB]), UNIFORM)), r"below 11, found \[1, 11\]"),
         (Breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"from 0 and below 11, found \[-1, 1\]"),
         (Breaking(Draft(IDS, UNIFORM * torch.nan)), r"must sum to 1, found \[nan, nan\]"),

@@ -122,7 +122,7 @@ def test_a_retraction_leaves_the_text_as_if_never_written(
     appended = before + emitted
     left = appended[: len(appended) - len(retracted)]
     new = text_after(left, Rules(100))
-    assert (text.tokens, text.data, text.ends) == (new.tokens, new.data, new.ends)
+    assert (text.tokens, text.data, text.begins) == (new.tokens, new.data, new.begins)
     assert appended == [*left, *retracted]
 
 
@@ -130,10 +130,6 @@ def pulls(text: Text, rounds: list[list[int]]) -> list[str]:
     """Certain text added by each round."""
     stream = TextStream(text)
     return [stream.pull() for round in rounds if any(text.extend(round))]
-
-
-def test_half_a_character_waits_for_its_other_half() -> None:
-    assert pulls(text_after([0], Rules(4)), [[6], [7], [8], [9]]) == ["", "é", "", "🦊"]
 
 
 def test_an_interrupted_stream_shows_what_it_held_back() -> None:
