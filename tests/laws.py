@@ -1,6 +1,4 @@
-"""Shared parts of the proofs of the loop: a tally of the proofs, tiny real modules, drafters and
-policies by name.
-"""
+"""Shared parts of the proofs of the loop: tiny real modules, drafters and policies by name."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +12,9 @@ from torch import Tensor, nn
 from decoding.break_even import BreakEven
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Policy
-from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
-from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
-from decoding.randomness import Randomness, SeededRandomness
+from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.speculate import speculate
 from decoding.text import Rules, Text, TokenBytes
@@ -82,33 +78,6 @@ def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
     return torch.special.gammaincc(
         torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2
     ).item()
-
-
-@dataclass
-class Tally:
-    """Sums over the proofs so far: laws enumerated, paths walked, and the largest deviation."""
-
-    laws: int = 0
-    paths: int = 0
-    largest: float = 0.0
-
-
-PROVEN = Tally()
-
-
-def deviation(run: Callable[[Randomness], Outcome], expected: dict[Outcome, float]) -> float:
-    """Total variation between the enumerated law of ``run`` and the expected one; counted in
-    PROVEN.
-    """
-
-    def counted(randomness: Randomness) -> Outcome:
-        PROVEN.paths += 1
-        return run(randomness)
-
-    distance = total_variation(output_law(counted), expected)
-    PROVEN.laws += 1
-    PROVEN.largest = max(PROVEN.largest, distance)
-    return distance
 
 
 def tiny_model(
@@ -258,8 +227,7 @@ class Scripted(SeededRandomness):
         return torch.tensor(taken, dtype=torch.float64)
 
 
-def plans(layers: int = 3) -> st.SearchStrategy[LayerPlan]:
-    bits = st.lists(st.sampled_from((0, *LOW_BITS, FULL)), min_size=layers, max_size=layers).map(
-        tuple
-    )
-    return st.builds(LayerPlan, bits, bits, st.sampled_from((*LOW_BITS, FULL)))
+def plans(layers: int = 3, bits: Sequence[int] = (*LOW_BITS, FULL)) -> st.SearchStrategy[LayerPlan]:
+    """Plans that skip any sublayers, and give the others any of these bits."""
+    some = st.lists(st.sampled_from((0, *bits)), min_size=layers, max_size=layers).map(tuple)
+    return st.builds(LayerPlan, some, some, st.sampled_from(bits))

@@ -20,6 +20,7 @@ from decoding.break_even import BreakEven
 from decoding.drafters import BestOf, Drafter, ForcedTokens, ModelDrafter, PromptLookup
 from decoding.grammar import KEPT_MASKS, Grammar, Vocabulary
 from decoding.policies import AdaptiveExit, FixedLength, Policy
+from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import Setup, bias, run_loop, self_draft
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
@@ -29,7 +30,7 @@ from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
 from model import Decoder, KVCache
 from tests.calls import recorded
-from tests.laws import TABLE_DRAFTERS, deviation, prefilled, text_of, tiny_model
+from tests.laws import TABLE_DRAFTERS, prefilled, text_of, tiny_model
 from tests.refusal import refusal
 
 EXACT = 1e-9
@@ -127,9 +128,8 @@ def keeps_the_law(name: str, drafter: str, numbers: Sequence[int]) -> None:
         asked, model = request(name, number), table(f"{name} {drafter} {number}")
         setup = Setup(DRAFTERS[drafter], policy_of(drafter, number))
         known = replace(asked, grammar=None, constraints=(of_language(name),))
-        expected = plain_law(model, known)
-        loop = partial(run_loop, model, asked, setup)
-        assert deviation(loop, expected) < EXACT
+        law = output_law(partial(run_loop, model, asked, setup))
+        assert total_variation(law, plain_law(model, known)) < EXACT
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
