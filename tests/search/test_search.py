@@ -69,8 +69,8 @@ DRAWN = torch.randint(0, 7, (2, 15), generator=torch.Generator().manual_seed(0))
 WRITTEN = [Continuation(tuple(row[:3]), tuple(row[3:])) for row in DRAWN]
 
 
-def in_memory(sampler: str = "tpe", seed: int = 0, first: Sequence[LayerPlan] = ()) -> optuna.Study:
-    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed=seed))
+def in_memory(sampler: str = "tpe", first: Sequence[LayerPlan] = ()) -> optuna.Study:
+    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed=0))
     for plan in first:
         study.enqueue_trial(parameters(plan))
     return study
@@ -138,14 +138,6 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     optimise(study, predict_once, space, 32)
     best = max(predict_once(plan).speedup for plan in plans)
     assert next(iter(predictions_of(study).values())).speedup == best
-
-
-def test_the_same_seed_finds_the_same_plans() -> None:
-    studies = [in_memory(seed=3, first=[LayerPlan.early_exit(4, 2)]) for _ in range(2)]
-    for study in studies:
-        optimise(study, toy, SPACE, 25)
-    first, second = ([trial.params for trial in finished(study)] for study in studies)
-    assert first == second
 
 
 def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
