@@ -28,25 +28,19 @@ def draft_model(model: TableModel, cache: KVCache) -> Drafter:
     return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
 
 
-def prompt_lookup(model: TableModel, cache: KVCache) -> Drafter:
-    return PromptLookup(model.vocab_size, model.device)
-
-
-def best_of(model: TableModel, cache: KVCache) -> Drafter:
-    """The drafter of --draft auto: a model or lookup, by the policy's choice each round."""
-    return BestOf({"model": self_draft(model, cache), "lookup": PromptLookup(model.vocab_size)})
-
-
-def no_draft(model: TableModel, cache: KVCache) -> Drafter:
-    return NoDraft(model.vocab_size, model.device)
-
-
-TABLE_DRAFTERS: dict[str, Callable[[TableModel, KVCache], Drafter]] = {
+NewDrafter = Callable[[Any, KVCache], Drafter]
+NO_MODEL: dict[str, NewDrafter] = {
+    "lookup": lambda model, cache: PromptLookup(model.vocab_size, model.device),
+    "none": lambda model, cache: NoDraft(model.vocab_size, model.device),
+}
+TABLE_DRAFTERS: dict[str, NewDrafter] = {
     "plan": self_draft,
     "model": draft_model,
-    "lookup": prompt_lookup,
-    "best of": best_of,
-    "none": no_draft,
+    # that of --draft auto: by the policy's choice each round
+    "best of": lambda model, cache: BestOf(
+        {"model": self_draft(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}
+    ),
+    **NO_MODEL,
 }
 
 
@@ -144,14 +138,6 @@ def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
     return ModelDrafter(draft, draft.new_cache(model.max_positions))
 
 
-def skipping(model: Decoder, cache: KVCache) -> Drafter:
-    return ModelDrafter(model, cache, LayerPlan.skipping(model.num_layers, [0, 2], [1]))
-
-
-def early_exit(model: Decoder, cache: KVCache) -> Drafter:
-    return ModelDrafter(model, cache, LayerPlan.early_exit(model.num_layers, 1))
-
-
 def low_bits(model: Decoder, cache: KVCache) -> Drafter:
     """Self-draft under a plan with every number of bits, in the head too."""
     plan = LayerPlan.skipping(model.num_layers, [2], []).in_bits(4)
@@ -161,16 +147,15 @@ def low_bits(model: Decoder, cache: KVCache) -> Drafter:
 
 
 # Drafters of real modules, under the names of the table models' where they correspond.
-REAL_DRAFTERS = {
-    "plan": skipping,
-    "exit": early_exit,
+REAL_DRAFTERS: dict[str, NewDrafter] = {
+    "plan": lambda model, cache: ModelDrafter(model, cache, LayerPlan.skipping(3, [0, 2], [1])),
+    "exit": lambda model, cache: ModelDrafter(model, cache, LayerPlan.early_exit(3, 1)),
     "lowbit": low_bits,
     "model": small_draft_model,
-    "lookup": prompt_lookup,
     "best of": lambda model, cache: BestOf(
-        {"model": low_bits(model, cache), "lookup": prompt_lookup(model, cache)}
+        {"model": low_bits(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}
     ),
-    "none": no_draft,
+    **NO_MODEL,
 }
 
 REAL_POLICIES: dict[str, Callable[[], Policy]] = {
@@ -208,7 +193,7 @@ def prefilled(model: Any, prompt: Sequence[int], capacity: int | None = None) ->
 
 
 def speculated(
-    model: Any, text: Text, new_drafter: Callable[[Any, KVCache], Drafter], *how: Any, **more: Any
+    model: Any, text: Text, new_drafter: NewDrafter, *how: Any, **more: Any
 ) -> Iterator[Round]:
     """Rounds of the production loop from a new cache; further arguments are ``speculate``'s."""
     cache = prefilled(model, text.tokens)

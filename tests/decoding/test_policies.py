@@ -330,14 +330,6 @@ def test_time_beyond_the_estimate_is_paid_from_the_credit() -> None:
     assert credits[0] > credits[1] > credits[2] >= 0
 
 
-def test_without_a_clock_lengths_follow_from_the_text_alone() -> None:
-    """Times that are observed all the same would change them."""
-    timeless = BreakEven({"model": 0.3})
-    lengths = drafted(timeless, [2] * 60)
-    assert timeless.slope("model") == 0.3
-    assert write(with_clock(0.3), 60, 0.1, accepts=2) != lengths
-
-
 # Whole texts under a fake clock
 
 TOKENS = 96
