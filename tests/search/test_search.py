@@ -255,7 +255,7 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, plots = tmp_path / "plan.json", tmp_path / "plots"
-    assert command.main(arguments(folder, "--out", out, "--trials", 10, "--plots", plots)) == 0
+    assert command.main(arguments(folder, "--out", out, "--trials", 6, "--plots", plots)) == 0
     written = json.loads(out.read_text())
     assert written["model"] == model_fingerprint(folder)
     assert written["sampling"]["coupling"] == "race", "as the texts of generate.py"
@@ -267,13 +267,13 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     named = shlex.quote(str(folder))
     use = f'python generate.py "Your prompt" --model {named} --draft skip --plan {out}'
     assert (use in said) == (gamma > 0)
-    assert command.main(arguments(folder, "--out", out, "--trials", 12)) == 2
+    assert command.main(arguments(folder, "--out", out, "--trials", 8)) == 2
     assert "give --resume" in capfd.readouterr().err
     for name in ("plain_texts", "measure_sublayers", "importances"):  # all in the journal
         monkeypatch.delattr(f"search.study.{name}")
-    assert command.main(arguments(folder, "--out", out, "--trials", 12, "--resume")) == 0
+    assert command.main(arguments(folder, "--out", out, "--trials", 8, "--resume")) == 0
     storage = JournalStorage(JournalFileBackend(str(out.with_suffix(".journal"))))
-    assert len(finished(optuna.load_study(study_name=NAME, storage=storage))) == 12
+    assert len(finished(optuna.load_study(study_name=NAME, storage=storage))) == 8
     for changed, named in (
         (["--temperature", 1, "--bits", 4], "other bits, sampling"),
         (["--coupling", "ratio"], "other sampling"),
