@@ -163,16 +163,8 @@ def ropes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         }
         # short: all three branches occur
         rope["original_max_position_embeddings"] = draw(st.sampled_from([8, 32]))
-    layout, local = draw(st.sampled_from([4, 5])), draw(st.sampled_from([10.0, 10000.0]))
-    return rope_fields(family, layout, theta, rope, local)
-
-
-def rope_fields(
-    family: str, layout: int, theta: float, rope: dict[str, Any], local: float = 10000.0
-) -> dict[str, Any]:
-    """Fields of one rotary embedding as this version of transformers writes them; ``local`` is the
-    base of layers with a window where they have one of their own.
-    """
+    layout = draw(st.sampled_from([4, 5]))
+    local = draw(st.sampled_from([10.0, 10000.0]))  # of Gemma-3's layers with a window
     if layout == 5 and family == "gemma3_text":
         windowed = {"rope_type": "default", "rope_theta": local}
         whole = {"rope_theta": theta, **rope}
