@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,14 +113,6 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Dec
     return model
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Sizes of a model, all that a text needs of it."""
-
-    vocab_size: int = 11
-    max_positions: int = 1000
-
-
 def text_of(
     prompt: list[int],
     rules: Rules | None = None,
@@ -129,7 +122,8 @@ def text_of(
     positions: int = 1000,
 ) -> Text:
     """A text for any model of this size."""
-    return Text(prompt, rules or Rules(1000), Bounds(vocab, positions), token_bytes)
+    sizes = SimpleNamespace(vocab_size=vocab, max_positions=positions)
+    return Text(prompt, rules or Rules(1000), sizes, token_bytes)
 
 
 def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
