@@ -1,4 +1,4 @@
-"""Common style of pictures: dark ink on a white background, for light and dark pages."""
+"""Common style of pictures: dark ink on a white background, and the reverse on a dark page."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +17,8 @@ RED = "#c8453a"
 SCALE = LinearSegmentedColormap.from_list(
     "amber to blue", ["#f3bd4e", "#6fae8f", "#2c6fae", "#1b2f6b"]
 )
+# hues stay
+DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(.9) hue-rotate(180deg)}}</style>"
 STYLE = Path(__file__).with_name("pictures.mplstyle")
 
 
@@ -27,3 +29,6 @@ def write_picture(draw: Callable[[], Figure], path: Path) -> None:
         draw().savefig(
             temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None
         )
+        if form == "svg":
+            drawn = temporary.read_text(encoding="utf-8")
+            temporary.write_text(drawn.replace("</style>", DARK, 1), encoding="utf-8")

@@ -54,6 +54,8 @@ UNIFORMS = 64  # uniform numbers drawn at a time
 # On a CPU a row of more possible tokens has exponentials only of those with p of at least 1 / FEW,
 # and of those with a small 1 - u.
 FEW = 4096
+# Where more than one of SHARED ids is possible, the exponentials of all are computed and kept.
+SHARED = 8
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -182,8 +184,22 @@ def race_among_few(probs: np.ndarray, key: int) -> int:
         close = bits >= max(0, 2**64 - 2**20 - int(arrival / FEW * 2**64))
         few &= close | (probs >= 1 / FEW)
     ids = np.flatnonzero(few)
-    exponentials = -np.log1p(complements(hashed(counters(len(probs))[ids] + key)) * -(2.0**-53))
+    if FEW >= len(probs) < ids.size * SHARED:
+        exponentials = all_exponentials(len(probs), key)[ids]
+    else:
+        exponentials = exponentials_of(counters(len(probs))[ids] + key)
     return ids[(exponentials / probs[ids]).argmin()].item()
+
+
+@lru_cache(maxsize=32)  # several rounds' places: a rejected place is drawn again in the next round
+def all_exponentials(vocab: int, key: int) -> np.ndarray:
+    """E of all ids at a place, float64 ``[vocab]``, which draft and target share."""
+    return exponentials_of(counters(vocab) + key)
+
+
+def exponentials_of(counters: np.ndarray) -> np.ndarray:
+    """E = -log u of int64 ``counters``, which are overwritten, in float64."""
+    return -np.log1p(complements(hashed(counters)) * -(2.0**-53))
 
 
 @lru_cache(maxsize=1)

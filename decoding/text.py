@@ -63,7 +63,7 @@ class Rules:
             for strings in (self.stop_strings, self.banned)
         ):
             raise InputError(
-                "stop strings and banned words: give a list of strings of at least one character"
+                "give stop strings and banned words as lists of strings of at least one character"
                 " each"
             )
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,44 +33,32 @@ from torch.overrides import TorchFunctionMode
 
 from decoding.proof.enumeration import Enumerator, total_variation
 from decoding.randomness import Place
+from decoding.rounds import common_prefix
 from model.errors import InputError
 
 PATHS = 100_000  # enumerated before the law is sampled instead
 CLOSE = 1e-12  # relative difference of two numbers that rounding makes
 CONFIDENCE = 0.99  # of the error of a sampled law
-UNIFORM = "u"
-LOG_UNIFORM = "log u"
-EXPONENTIAL = "E"
-LOG_EXPONENTIAL = "log E"
-GUMBEL = "G"
-RACE = "a race"
+WHOLE = (0.0, 1.0)  # part of a uniform number that has decided nothing
+RACED = (0.0, 0.0)  # part of a number that has decided a race
+UNSCALED = torch.ones((), dtype=torch.float64)  # factor of numbers that were not multiplied
 # kind of the result, by function and kind of the argument
 BECOMES = {
-    ("log", UNIFORM): LOG_UNIFORM,
-    ("neg", LOG_UNIFORM): EXPONENTIAL,
-    ("log", EXPONENTIAL): LOG_EXPONENTIAL,
-    ("neg", LOG_EXPONENTIAL): GUMBEL,
+    ("log", "u"): "log u",
+    ("neg", "log u"): "E",
+    ("log", "E"): "log E",
+    ("neg", "log E"): "G",
 }
 LESS = ("lt", "le", "less", "less_equal")
 GREATER = ("gt", "ge", "greater", "greater_equal")
-# functions that move elements and do not change them
-MOVES = (
-    *(
-        "getitem",
-        "view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "flatten",
-        "expand",
-        "select",
-        "narrow",
-    ),
-    *("index_select", "gather", "take", "clone", "contiguous", "detach", "transpose", "permute"),
-    *("item", "cpu", "to", "float", "double", "half", "bfloat16", "type", "type_as"),
-)
-CONVERSIONS = MOVES[MOVES.index("item") :]
 ASKS = ("size", "dim", "numel", "len", "get", "is_floating_point", "ndimension", "stride")
+CONVERSIONS = ("item", "cpu", "to", "float", "double", "half", "bfloat16", "type", "type_as")
+# functions that move elements and do not change them; "get" is that of x.T
+MOVES = (
+    *("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select", "get"),
+    *("narrow", "index_select", "gather", "take", "transpose", "permute"),
+    *("clone", "contiguous", "detach"),
+)
 # of torch, beside those that are replaced
 REFUSED = (
     *("randn", "randn_like", "normal", "normal_", "randint", "randint_like", "random_", "randperm"),
@@ -93,49 +81,41 @@ class Noise(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     kind: str
     ids: Tensor
+    factor: Tensor  # by which a u was multiplied
     weights: Tensor
-    factor: Tensor | float  # by which a u was multiplied
 
 
-def as_noise(data: Tensor, kind: str, ids: Tensor, factor: Tensor | float = 1.0) -> Noise:
+def as_noise(
+    data: Tensor, kind: str, ids: Tensor, factor: Tensor = UNSCALED, weights: Any = None
+) -> Noise:
     """The tensor itself as noise, so that functions which write into a tensor can be replaced."""
     data.__class__ = Noise
-    data.kind = kind
-    data.ids = ids
-    data.factor = factor
+    vars(data).update(kind=kind, ids=ids, factor=factor, weights=weights)
     return data
 
 
 class Walk(Enumerator):
     """Enumerator of paths of code that draws numbers, which count from 0, uniform or others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.raced: set[int] = set()  # the numbers that decided a race
-
     def fresh(self, data: Tensor, kind: str) -> Noise:
         """Noise of new numbers in the shape of a tensor."""
         first = len(self.parts)
         ids = torch.arange(first, first + data.numel())
-        self.parts |= dict.fromkeys(ids.tolist(), (0.0, 1.0))
+        self.parts |= dict.fromkeys(ids.tolist(), WHOLE)
         return as_noise(data, kind, ids.view(data.shape))
 
     def is_below(self, number: Hashable, threshold: float) -> bool:
-        if number in self.raced:
+        if self.parts[number] == RACED:
             raise Refused("a random number that decided a race cannot be compared")
         return super().is_below(number, threshold)
-
-    def next_path(self) -> bool:
-        self.raced = set()
-        return super().next_path()
 
 
 class SampledWalk(Walk):
     """Walk whose outcomes are drawn, for laws of too many paths."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: random.Random) -> None:
         super().__init__()
-        self.source = random.Random(0)
+        self.source = source
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
         weights = [weight for weight, _ in outcomes]
@@ -163,13 +143,15 @@ class Replaced(TorchFunctionMode):
         noisy = [each for each in (*given, *named.values()) if isinstance(each, Noise)]
         if not noisy:
             return function(*given, **named)
-        if named.get("out") is None:
-            # float(u) is no conversion of a tensor
-            plain = name if name == "__float__" else name.strip("_")
-            found = use(self.walk, plain, function, given, named)
-            if found is not NotImplemented:
-                return found
-        raise Refused(f"{name} of {noisy[0].kind}, a random number, cannot be enumerated")
+        # float(u) is no conversion of a tensor
+        plain = name if name == "__float__" else name.strip("_")
+        found = use(self.walk, plain, function, given, named)
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        # Views of noise would not see what is written into it.
+        is_unseen = is_in_place and (given[0] is noisy[0] or not isinstance(found, Noise))
+        if found is NotImplemented or is_unseen or named.get("out") is not None:
+            raise Refused(f"{name} of {noisy[0].kind}, a random number, cannot be enumerated")
+        return as_noise(given[0], **vars(found)) if is_in_place else found
 
 
 def multinomial(
@@ -199,8 +181,8 @@ def bernoulli(
 ) -> Tensor:
     """``torch.bernoulli`` and its forms as methods: a fork per element."""
     probs = data if p is None else torch.as_tensor(p, dtype=torch.float64).expand(data.shape)
-    tossed = [walk.accept(each[None]) for each in probs.reshape(-1)]
-    result = torch.cat([torch.zeros(0, dtype=torch.bool), *tossed]).view(data.shape).to(data.dtype)
+    tossed = [walk.accept(each[None]).item() for each in probs.reshape(-1)]
+    result = torch.tensor(tossed, dtype=data.dtype).view(data.shape)
     return data.copy_(result) if function.__name__.endswith("_") else result
 
 
@@ -209,14 +191,14 @@ def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: A
     bounds = named.get("from", 0), named.get("to", 1), *given[1:3]
     if function.__name__ == "uniform_" and not {*bounds} <= {0, 1}:
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
-    return walk.fresh(function(*given, **named), UNIFORM)
+    return walk.fresh(function(*given, **named), "u")
 
 
 def exponential(
     walk: Walk, function: Callable[..., Tensor], data: Tensor, *rate: float, **named: Any
 ) -> Noise:
     """``exponential_`` of any rate: it does not change which token wins."""
-    return walk.fresh(function(data, *rate, **named), EXPONENTIAL)
+    return walk.fresh(function(data, *rate, **named), "E")
 
 
 DRAWS: dict[str, Callable[..., Any]] = {
@@ -232,45 +214,47 @@ DRAWS: dict[str, Callable[..., Any]] = {
 
 def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
     """Result of a function of noise, NotImplemented where it is none that can be enumerated."""
-    first, *others = given
     if name in ASKS:
         found = function(*given, **named)
-        return moved(first, function, others, named) if isinstance(found, Tensor) else found
-    if name in MOVES and isinstance(first, Noise):
-        return first if name in CONVERSIONS else moved(first, function, others, named)
-    if name in LESS + GREATER:
-        return compare(walk, first, others[0], is_less=name in LESS)
-    if isinstance(first, Noise) and (name, first.kind) in BECOMES:
-        if torch.as_tensor(first.factor != 1).any():
-            return NotImplemented
-        return as_noise(torch.empty(first.shape), BECOMES[name, first.kind], first.ids)
-    if name == "argmax" and first.kind == RACE:
-        return winners(walk, first, *others, **named)
-    if len(given) == 2:
-        return combine(walk, name, first, others[0])
+        if not isinstance(found, Tensor):
+            return found
+    kinds = [each.kind if isinstance(each, Noise) else None for each in given]
+    noise = next((each for each in given if isinstance(each, Noise)), None)
+    other = next((each for each in given if each is not noise), None)
+    match [name, *kinds]:
+        case [_, str(), *_] if name in CONVERSIONS:
+            return noise
+        case [_, str(kind), *_] if name in MOVES and kind != "a race":
+            ids = function(noise.ids, *given[1:], **named)
+            return as_noise(torch.empty(ids.shape), kind, ids, noise.factor)
+        case [_, str(kind)] if (name, kind) in BECOMES and (noise.factor == 1).all():
+            return as_noise(torch.empty(noise.shape), BECOMES[name, kind], noise.ids)
+        case [_, "u" | "log u", None] | [_, None, "u" | "log u"] if name in LESS + GREATER:
+            return compare(walk, noise, other, is_below=(name in LESS) == (noise is given[0]))
+        case ["searchsorted", None, "u"]:
+            return places(walk, other, noise)
+        case ["minimum", "u", None] if (other >= noise.factor * (1 - CLOSE)).all():
+            return noise  # at most a number that is just below its bound
+        case ["mul" | "rmul" | "multiply", "u", None] | ["mul" | "multiply", None, "u"]:
+            factor = noise.factor * torch.as_tensor(other, dtype=torch.float64)
+            return as_noise(torch.empty(noise.shape), "u", noise.ids, factor)
+        case ["truediv" | "div" | "divide", None, "E"] if not named:
+            return race(noise, other)
+        case ["add" | "radd", "G", None] | ["add", None, "G"] if not named:
+            return race(noise, torch.as_tensor(other).double().softmax(-1))
+        case ["argmax", "a race", *_]:
+            return winners(walk, noise, *given[1:], **named)
     return NotImplemented
 
 
-def moved(noise: Noise, function: Any, others: Sequence[Any], named: dict[str, Any]) -> Noise:
-    """Noise whose elements were moved."""
-    if noise.kind == RACE:
-        return NotImplemented
-    ids = function(noise.ids, *others, **named)
-    return as_noise(torch.empty(ids.shape), noise.kind, ids, noise.factor)
-
-
-def compare(walk: Walk, left: Any, right: Any, *, is_less: bool) -> Tensor:
-    """Result of a comparison, bool: each element of a u is compared with its threshold."""
-    noise, other = (left, right) if isinstance(left, Noise) else (right, left)
-    if isinstance(other, Noise) or noise.kind not in (UNIFORM, LOG_UNIFORM):
-        return NotImplemented
+def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
+    """Whether each u is below its threshold, bool, or whether it is not."""
     thresholds = torch.as_tensor(other, dtype=torch.float64)
-    if noise.kind == LOG_UNIFORM:
+    if noise.kind == "log u":
         thresholds = thresholds.exp()
     ids, thresholds = torch.broadcast_tensors(noise.ids, thresholds / noise.factor)
-    asks_below = is_less == (noise is left)
     results = [
-        not math.isnan(threshold) and walk.is_below(number, threshold) == asks_below
+        not math.isnan(threshold) and walk.is_below(number, threshold) == is_below
         for number, threshold in zip(
             ids.flatten().tolist(), thresholds.flatten().tolist(), strict=True
         )
@@ -278,41 +262,23 @@ def compare(walk: Walk, left: Any, right: Any, *, is_less: bool) -> Tensor:
     return torch.tensor(results, dtype=torch.bool).view(ids.shape)
 
 
-def combine(walk: Walk, name: str, left: Any, right: Any) -> Any:
-    """A race of probs / E or logits + G; u · a, at most a number that is just below a; the place of
-    u · a in a sorted tensor.
-    """
-    kinds = [each.kind if isinstance(each, Noise) else None for each in (left, right)]
-    if name in ("truediv", "div", "divide") and kinds == [None, EXPONENTIAL]:
-        return race(right, left)
-    if name in ("add", "radd") and GUMBEL in kinds and None in kinds:
-        noise, logits = (left, right) if kinds[0] else (right, left)
-        return race(noise, torch.as_tensor(logits).double().softmax(-1))
-    if name in ("mul", "rmul", "multiply") and UNIFORM in kinds and None in kinds:
-        noise, factor = (left, right) if kinds[0] else (right, left)
-        product = noise.factor * torch.as_tensor(factor, dtype=torch.float64)
-        return as_noise(torch.empty(noise.shape), UNIFORM, noise.ids, product)
-    if name == "minimum" and kinds == [UNIFORM, None]:
-        return left if (right >= left.factor * (1 - CLOSE)).all() else NotImplemented
-    if name == "searchsorted" and kinds == [None, UNIFORM]:
-        ids = right.ids.reshape(-1, right.ids.shape[-1])
-        rows = (left / right.factor).expand(*right.ids.shape[:-1], -1).reshape(len(ids), -1)
-        places = [
-            sum(not walk.is_below(number, threshold) for threshold in row.tolist())
-            for row, numbers in zip(rows, ids.tolist(), strict=True)
-            for number in numbers
-        ]
-        return torch.tensor(places).view(right.ids.shape)
-    return NotImplemented
+def places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
+    """Place of each u in its row of sorted sums, int64 in the shape of the noise."""
+    ids = noise.ids.reshape(-1, noise.ids.shape[-1])
+    rows = (sums / noise.factor).expand(*noise.ids.shape[:-1], -1).reshape(len(ids), -1)
+    found = [
+        sum(not walk.is_below(number, threshold) for threshold in row.tolist())
+        for row, numbers in zip(rows, ids.tolist(), strict=True)
+        for number in numbers
+    ]
+    return torch.tensor(found).view(noise.ids.shape)
 
 
 def race(noise: Noise, weights: Any) -> Noise:
     """A race of one number per weight."""
     if noise.ids.shape != torch.as_tensor(weights).shape:
         return NotImplemented
-    made = as_noise(torch.empty(noise.shape), RACE, noise.ids)
-    made.weights = weights
-    return made
+    return as_noise(torch.empty(noise.shape), "a race", noise.ids, weights=weights)
 
 
 def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = False) -> Tensor:
@@ -322,40 +288,40 @@ def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = Fa
     """
     if dim not in (-1, noise.dim() - 1) and noise.dim() > 1:
         return NotImplemented
-    numbers = set(noise.ids.flatten().tolist())
-    known = any(walk.parts[number] != (0.0, 1.0) for number in numbers)
-    if known or numbers & walk.raced or len(numbers) < noise.ids.numel():
-        raise Refused("two draws share a random number: races that are not independent")
-    walk.raced |= numbers
+    for number in noise.ids.flatten().tolist():
+        if walk.parts[number] != WHOLE:
+            raise Refused("two draws share a random number: races that are not independent")
+        walk.parts[number] = RACED
     rows = noise.weights.reshape(-1, noise.weights.shape[-1])
     drawn = torch.stack([walk.draw(row, Place(0)) for row in rows]).view(noise.ids.shape[:-1])
     return drawn[..., None] if keepdim else drawn
+
+
+def refusing(module: str, names: Sequence[str]) -> dict[str, mock.Mock]:
+    """Functions that refuse their call."""
+    return {
+        name: mock.Mock(side_effect=Refused(f"{module}.{name} cannot be enumerated"))
+        for name in names
+    }
 
 
 @contextmanager
 def replaced(walk: Walk) -> Iterator[None]:
     """Context in which all random functions are those of the walk, or refused."""
 
-    def refusing(name: str) -> Callable[..., Any]:
-        def refuse(*given: Any, **named: Any) -> Any:
-            raise Refused(f"{name} cannot be enumerated")
-
-        return refuse
-
     def uniforms(*shape: Any) -> Noise:
-        return walk.fresh(torch.empty(*shape), UNIFORM)
+        return walk.fresh(torch.empty(shape), "u")
 
     def seed(*given: Any) -> None:
         """Before the first draw a seed changes no law; later, numbers repeat."""
         if walk.forks or walk.parts:
             raise Refused("torch.manual_seed behind a draw cannot be enumerated: numbers repeat")
 
-    of_python = {name: refusing(f"random.{name}") for name in PYTHON_REFUSED}
-    of_numpy = {name: refusing(f"numpy.random.{name}") for name in NUMPY_REFUSED}
-    of_numpy |= {name: lambda *shape: uniforms(shape) for name in NUMPY_UNIFORM}
+    of_python = {"random": uniforms} | refusing("random", PYTHON_REFUSED)
+    of_numpy = dict.fromkeys(NUMPY_UNIFORM, uniforms) | refusing("numpy.random", NUMPY_REFUSED)
     with (
         mock.patch.object(torch, "manual_seed", seed),
-        mock.patch.multiple(random, random=lambda: uniforms(()), **of_python),
+        mock.patch.multiple(random, **of_python),
         mock.patch.multiple(np.random, **of_numpy),
     ):
         yield
@@ -392,13 +358,11 @@ def law_of(
         progress(walk.weight)
         if not walk.next_path():
             return Law(dict(probs), count)
-    walk = SampledWalk()
-    probs.clear()
-    for _ in range(paths):
-        probs[result_of(run, walk)] += 1 / paths
-        walk.next_path()
-    deviation = len(probs) * math.log(2) - math.log(1 - CONFIDENCE)
-    return Law(dict(probs), paths, math.sqrt(deviation / (2 * paths)))
+    source = random.Random(0)
+    counts = Counter(result_of(run, SampledWalk(source)) for _ in range(paths))
+    deviation = len(counts) * math.log(2) - math.log(1 - CONFIDENCE)
+    sampled = {result: count / paths for result, count in counts.items()}
+    return Law(sampled, paths, math.sqrt(deviation / (2 * paths)))
 
 
 def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
@@ -460,9 +424,8 @@ def first_difference(
     """
     if list(plain) == list(speculative):
         return None
-    shorter = min(len(plain), len(speculative))
-    at = next((at for at in range(shorter) if plain[at] != speculative[at]), shorter)
-    if at == shorter:
+    at = common_prefix(plain, speculative)
+    if at == min(len(plain), len(speculative)):
         return f"one text ends after {at} tokens, the other goes on"
     scores = logits(list(plain[:at])).double()
     gap = (scores[plain[at]] - scores[speculative[at]]).item()

@@ -31,7 +31,6 @@ from decoding.serve.requests import (
     LiveBody,
     RequestReader,
     TextBody,
-    error_json,
     refusal,
 )
 from decoding.serve.worker import (
@@ -48,9 +47,7 @@ from model import InputError
 
 MAX_BODY = 1 << 20  # bytes
 BODY_SECONDS = 30  # in which a body must arrive
-MAX_ARRIVING = 32  # bodies of one address that arrive at once; of more, the oldest is given up
-# open at once, those that wait in the queue included; further ones are answered with status 503
-MAX_REQUESTS = 128
+MAX_CONNECTIONS = 256  # open at once; requests on further ones are answered with status 503
 
 
 def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
@@ -61,55 +58,40 @@ def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
     Host is that name. An address in numbers cannot be resolved to another.
     """
     names = re.compile(rf"(localhost|{re.escape(host_name)}|[\d.]+)(:\d+)?", re.IGNORECASE)
-    open_requests = asyncio.Semaphore(MAX_REQUESTS)
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
-        if not (names.fullmatch(host) and is_own_page):
+        if names.fullmatch(host) and is_own_page:
+            await app(scope, receive, send)
+        else:
             refused = HTTPException(
                 403, "pages of other sites may not use this server: use its address"
             )
-        elif open_requests.locked():
-            refused = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
-        else:
-            async with open_requests:
-                return await app(scope, receive, send)
-        return await error_response(None, refused)(scope, receive, send)
+            await error_response(None, refused)(scope, receive, send)
 
     return guard
 
 
 def error_response(request: HTTPRequest | None, error: Exception) -> JSONResponse:
     """Response to an error that is raised before any other response begins."""
-    refused = refusal(error)
-    return JSONResponse(error_json(refused), refused.status_code)
+    status, content = refusal(error)
+    return JSONResponse(content, status)
 
 
-async def read_body(request: HTTPRequest, arriving: dict[asyncio.Task[bytes], str]) -> bytes:
+async def read_body(request: HTTPRequest) -> bytes:
     """The body of a request; the part that has come where the client disconnects.
 
-    ``arriving`` are the bodies that arrive now, in order, with the addresses of their clients.
     Raises HTTPException for one that is too long or too slow, and for two statements of its length,
     by which proxies are deceived.
     """
     if {"content-length", "transfer-encoding"}.issubset(request.headers):
         raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
-    body = asyncio.create_task(collect(request))
-    await asyncio.sleep(0)  # in which a body is read that has come whole
-    if not body.done():
-        address = request.client.host if request.client else ""  # None: already gone
-        bodies = [other for other, its_address in arriving.items() if its_address == address]
-        if len(bodies) == MAX_ARRIVING:
-            bodies[0].cancel()
-            del arriving[bodies[0]]
-        arriving[body] = address
-        await asyncio.wait([body], timeout=BODY_SECONDS)
-        arriving.pop(body, None)
-    if body.cancel() or body.cancelled():  # too late, or given up
-        raise HTTPException(408, "the body did not arrive in time: send it again")
-    return body.result()
+    try:
+        return await asyncio.wait_for(collect(request), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, "the body did not arrive in time: send it again") from None
 
 
 async def collect(request: HTTPRequest) -> bytes:
@@ -124,7 +106,9 @@ async def collect(request: HTTPRequest) -> bytes:
 
 
 async def respond(request: HTTPRequest, job: Job) -> Response:
-    """The response to a job, once there is a message. Raises an HTTPException that comes first."""
+    """The response to a job, once there is a message. Raises HTTPException for a client that has
+    disconnected.
+    """
     message = None
     while message is None:
         if await request.is_disconnected():
@@ -132,8 +116,8 @@ async def respond(request: HTTPRequest, job: Job) -> Response:
             raise HTTPException(400, "the client has disconnected")
         with suppress(asyncio.TimeoutError):
             message = await asyncio.wait_for(job.messages.get(), LOOK)
-    if isinstance(message, HTTPException):
-        raise message
+    if isinstance(message, Exception):
+        return error_response(request, message)
     if not job.request.body.stream:
         return JSONResponse(message)
     # In the grace period a stopping server ends its streams with an error.
@@ -146,7 +130,7 @@ async def events(job: Job, message: Any) -> AsyncIterator[str]:
     """The data of a stream's events: the first ``message`` of a job, then all others."""
     try:
         while message is not None:
-            shown = error_json(message) if isinstance(message, HTTPException) else message
+            shown = refusal(message)[1] if isinstance(message, Exception) else message
             yield shown if isinstance(shown, str) else json.dumps(shown)
             message = await job.messages.get()
     finally:
@@ -155,7 +139,6 @@ async def events(job: Job, message: Any) -> AsyncIterator[str]:
 
 def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
-    arriving: dict[asyncio.Task[bytes], str] = {}
     page = live_page(reader)
     model = {"id": reader.command_line.name, "object": "model", "created": 0, "owned_by": "local"}
 
@@ -163,7 +146,7 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
         """The route of one kind of request for texts."""
 
         async def write(request: HTTPRequest) -> Response:
-            body = await read_body(request, arriving)
+            body = await read_body(request)
             # In another thread, since a grammar may take long to read.
             parsed = await asyncio.to_thread(reader.read, kind, body)
             job = Job(parsed, answer, worker.session)
@@ -215,6 +198,7 @@ class Server(uvicorn.Server):
         reader = RequestReader(command_line, self.worker.bits)
         config = uvicorn.Config(
             guarded(make_app(self.worker, reader), host),
+            limit_concurrency=MAX_CONNECTIONS,
             log_level="critical",
             access_log=False,
             server_header=False,

@@ -1,8 +1,8 @@
 """Requests: pydantic models of their JSON bodies, and their reader.
 
-The models here declare the fields of OpenAI's API, and check them. All others are options of the
-command line, or are refused. Of options, ``merge_options`` checks the types, as in a call from
-Python, and ``TextOptions`` the ranges.
+Each field is checked once. Those of OpenAI's API are checked by the models here, and a field that
+is unknown is refused by them. Options of the command line are checked as in a call from Python:
+their types by ``merge_options``, their ranges by ``TextOptions``.
 """
 
 import json
@@ -19,7 +19,10 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
+    model_validator,
 )
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from cli.command_line import say
@@ -40,7 +43,7 @@ from weights.tokenizer import Tokenizer
 
 MAX_GAMMA = 32
 # Options of the command line that a request may give: those of Python, without files and folders.
-SHARED = {field.name for field in fields(SamplingParams)} | {
+OPTIONS = {field.name for field in fields(SamplingParams)} | {
     *("seed", "coupling", "stop", "ban", "schema_prompt"),
     *("draft", "exit_layer", "gamma", "adaptive", "min_target_confidence"),
 }
@@ -48,6 +51,7 @@ SHARED = {field.name for field in fields(SamplingParams)} | {
 # of llguidance, which ends the process.
 MAX_SOURCE = {"json_schema": 1 << 16, "regex": 1 << 16, "grammar": 1 << 13}
 MASK_SECONDS = 1.0  # longest that the masks of a text may take in all
+# Fields of OpenAI's API that have no effect here, and values of others that change nothing.
 UNUSED = {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"}
 NEUTRAL = {
     "n": 1,
@@ -59,44 +63,36 @@ NEUTRAL = {
     "top_logprobs": 0,
 }
 NOTHING = (None, "", [], {})
+UNKNOWN = "it is not supported: leave it out"
 
 
-def refusal(error: BaseException) -> HTTPException:
-    """The status and sentence for an error, with option ``--exit-layer`` as field ``exit_layer``.
+def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status of an error, and its JSON as in OpenAI's API, where ``param`` is the field at fault.
 
-    A failure such as exhausted memory is printed; the client is told no details.
+    Option ``--exit-layer`` is field ``exit_layer``. A failure such as exhausted memory is printed;
+    the client is told no details.
     """
+    status = 400
     match error:
-        case HTTPException():
-            return error
         case ValidationError():
             first = error.errors(include_url=False)[0]
-            name = "".join(
-                f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
-            )[1:81]
-            return HTTPException(400, f"{name or 'the body'}: {first['msg']}")
+            place = ".".join(map(str, first["loc"]))[:80] or "''"
+            told = UNKNOWN if first["type"] == "extra_forbidden" else first["msg"]
+            message = f"{place if first['loc'] else 'the body'}: {told}"
+        case HTTPException():
+            status = error.status_code
+            message = error.detail
         case InputError() if not error.__cause__:  # of code of the server's user, it is no client's
-            return HTTPException(
-                400, re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
-            )
-    say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
-    return HTTPException(500, "the request could not be answered")
-
-
-def error_json(error: HTTPException) -> dict[str, Any]:
-    """An error in OpenAI's JSON. Its ``param`` is the field at the beginning, if any."""
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    field = re.match(r"[\w-]*", error.detail)[0].replace("-", "_")
-    known = {*LiveBody.model_fields, *ChatBody.model_fields, *SHARED}
-    names_field = field in known or (field and f"{field} is not" in error.detail)
-    return {
-        "error": {
-            "message": error.detail,
-            "type": kind,
-            "param": field if names_field else None,
-            "code": None,
-        }
-    }
+            message = re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
+        case _:
+            say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
+            status = 500
+            message = "the request could not be answered"
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    field = re.match(r"[\w-]*", message)[0].replace("-", "_")
+    known = {*LiveBody.model_fields, *ChatBody.model_fields}
+    param = field if field in known or UNKNOWN in message else None
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
 class TextPart(BaseModel):
@@ -123,70 +119,108 @@ class Message(BaseModel):
         Field(min_length=1),
     ]
 
-
-class ResponseFormat(BaseModel):
-    """OpenAI's ``response_format``."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-    def grammar(self) -> dict[str, str]:
-        """The command line's option for it, if any. Raises HTTPException without a schema."""
-        if self.type == "text":
-            return {}
-        given = (self.json_schema or {}).get("schema")
-        schema = {"type": "object"} if self.type == "json_object" else given
-        if not isinstance(schema, dict):
-            raise HTTPException(400, "response_format.json_schema: give a schema")
-        return {"json_schema": json.dumps(schema)}
+    @property
+    def text(self) -> str:
+        """All parts of the content."""
+        return "".join(part.text for part in self.content)
 
 
 class StructuredOutputs(BaseModel):
     """vLLM's ``structured_outputs``. ``choice``: strings of which the text is one."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_schema: Annotated[
+        str | None,
+        BeforeValidator(lambda value: json.dumps(value) if isinstance(value, dict) else value),
+    ] = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
-    lark: str | None = Field(None, alias="grammar")
+    grammar: str | None = None
 
-    def grammar(self) -> dict[str, str]:
-        """The command line's options for it."""
-        if len(self.model_dump(exclude_none=True)) > 1:
-            raise HTTPException(
-                400, "structured_outputs: give one of json, regex, choice and grammar"
-            )
-        schema = self.json_schema
-        found = {
-            "json_schema": json.dumps(schema) if isinstance(schema, dict) else schema,
-            "regex": "|".join(map(re.escape, self.choice)) if self.choice else self.regex,
-            "grammar": self.lark,
-        }
-        return {name: source for name, source in found.items() if source is not None}
+    def options(self) -> list[tuple[str, str]]:
+        """The command line's option for each of them, and its value."""
+        choice = self.choice and "|".join(map(re.escape, self.choice))
+        found = [
+            ("json_schema", self.json_schema),
+            ("regex", self.regex),
+            ("regex", choice),
+            ("grammar", self.grammar),
+        ]
+        return [(name, source) for name, source in found if source is not None]
 
 
-class TextBody(BaseModel):
-    """Fields of every request. Others are the command line's options, or have no effect here."""
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether a field of OpenAI's API has no effect here: any UNUSED one, and one that is null,
+    false, empty, or the default.
+    """
+    is_default = value is not True and NEUTRAL.get(name) == value
+    return name in UNUSED or value is False or value in NOTHING or is_default
 
-    model_config = ConfigDict(extra="allow", strict=True)
+
+def structured(response_format: Any) -> Any:
+    """OpenAI's ``response_format`` as vLLM's ``structured_outputs``."""
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json": schema}
+    raise PydanticCustomError(
+        "response_format", "give the type text, json_object, or json_schema with a schema"
+    )
+
+
+class TextBody(create_model("Options", **dict.fromkeys(OPTIONS, (Any, None)))):
+    """Fields of every request: those of OpenAI's API, and options of the command line."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_neutral_fields(cls, body: Any) -> Any:
+        """The body without unknown fields that have no effect."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if name in cls.model_fields or not is_neutral(name, value)
+        }
+
+    def options(self) -> dict[str, Any]:
+        """The options of the command line that the body gives, unchecked. Raises HTTPException for
+        several grammars, and for one that is too long.
+        """
+        given = self.model_dump(include=OPTIONS, exclude_none=True)
+        for name in ("stop", "ban"):
+            if isinstance(given.get(name), str):
+                given[name] = [given[name]]
+        forms = filter(None, (self.response_format, self.structured_outputs))
+        grammars = [option for form in forms for option in form.options()]
+        if len(grammars) > 1:
+            raise HTTPException(
+                400,
+                "structured_outputs and response_format: give one of json, regex, choice and"
+                " grammar",
+            )
+        for name, source in grammars:
+            if len(source) > MAX_SOURCE[name]:
+                raise HTTPException(400, f"{name} must have at most {MAX_SOURCE[name]} characters")
+        return given | dict(grammars)
 
 
 class CompletionBody(TextBody):
     """JSON of ``/v1/completions``."""
 
     prompt: str = Field(min_length=1)
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts that the prompt is made of."""
-        return [self.prompt]
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
         """Token ids of the prompt as plain text, and the earlier answers in it: none."""
@@ -210,9 +244,9 @@ class ChatBody(TextBody):
     messages: list[Message] = Field(min_length=1)
 
     @property
-    def texts(self) -> list[str]:
-        """The text of each message."""
-        return ["".join(part.text for part in message.content) for message in self.messages]
+    def prompt(self) -> str:
+        """The text of all messages."""
+        return "".join(message.text for message in self.messages)
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
         """Token ids of the messages, and the positions of the answers in them.
@@ -221,10 +255,7 @@ class ChatBody(TextBody):
         """
         if tokenizer.chat_template is None:
             raise HTTPException(400, "this model has no chat template: use /v1/completions")
-        messages = [
-            {"role": message.role, "content": text}
-            for message, text in zip(self.messages, self.texts, strict=True)
-        ]
+        messages = [{"role": each.role, "content": each.text} for each in self.messages]
         if options.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": options.system})
         return conversation(tokenizer, messages, told_schema(options))
@@ -266,13 +297,15 @@ class RequestReader:
         body = kind.model_validate_json(data)
         self.check_model(body.model or command_line.name)
         options = self.options_of(body)
-        size = len("".join(body.texts).encode())
+        size = len(body.prompt.encode())
         if size > self.most_bytes:
             raise too_long(f"{size} bytes", command_line.config, command_line.context)
         ids, answers = body.encode(command_line.tokenizer, options)
         check_prompt(ids, command_line.config, Path(command_line.name), command_line.context)
-        wanted = body.max_completion_tokens or body.max_tokens or options.max_new_tokens
-        options.max_new_tokens = min(wanted, command_line.context - len(ids))
+        # as many of them as the context has room for
+        options.max_new_tokens = (
+            body.max_completion_tokens or body.max_tokens or options.max_new_tokens
+        )
         return ParsedRequest(body, ids, answers, command_line.text_options(options, MASK_SECONDS))
 
     def options_of(self, body: TextBody) -> Namespace:
@@ -280,7 +313,7 @@ class RequestReader:
         hold for the command line's kind of draft only.
         """
         known = self.options
-        given = given_options(body)
+        given = body.options()
         kind = given.get("draft", known.draft)
         if kind != known.draft:
             if kind not in self.drafts:
@@ -299,25 +332,3 @@ class RequestReader:
             raise HTTPException(
                 404, f"model {name!r:.80} does not exist here: there is {self.command_line.name}"
             )
-
-
-def given_options(body: TextBody) -> dict[str, Any]:
-    """The options of the command line that a body gives, unchecked. Raises HTTPException for a
-    field that is none of them, unless it has no effect: null, false, empty or a default.
-    """
-    given: dict[str, Any] = {}
-    for name, value in body.model_extra.items():
-        is_neutral = value is not True and NEUTRAL.get(name) == value
-        if name in SHARED and value is not None:
-            is_one = name in ("stop", "ban") and isinstance(value, str)
-            given[name] = [value] if is_one else value
-        elif not (value is False or value in NOTHING or name in UNUSED or is_neutral):
-            raise HTTPException(400, f"{name} is not supported: leave it out")
-    if body.response_format and body.response_format.grammar() and body.structured_outputs:
-        raise HTTPException(400, "response_format and structured_outputs: give one of them")
-    for structure in filter(None, (body.response_format, body.structured_outputs)):
-        given |= structure.grammar()
-    for name, most in MAX_SOURCE.items():
-        if len(given.get(name, "")) > most:
-            raise HTTPException(400, f"{name} must have at most {most} characters")
-    return given

@@ -21,7 +21,7 @@ from decoding.run.options import Request
 from decoding.run.session import Session, TextStream
 from decoding.run.together import Scheduler
 from decoding.run.writer import Task
-from decoding.serve.requests import MAX_GAMMA, ChatBody, ParsedRequest, RequestReader, refusal
+from decoding.serve.requests import MAX_GAMMA, ChatBody, ParsedRequest, RequestReader
 from decoding.show.output import as_json
 from decoding.show.page import Recording, heading, render_page
 from decoding.text import Rules
@@ -43,8 +43,8 @@ Answer = Callable[["Job", Session], Iterator[Task]]
 class Job:
     """A request in the queue: its texts, one after the other, and the messages to its client.
 
-    A message is a JSON value, or an HTTPException where a text fails; None is the last. Unread
-    messages wait in memory: a text is bounded, so are they.
+    A message is a JSON value, or the error that ended a text; None is the last. Unread messages
+    wait in memory: a text is bounded, so are they.
     """
 
     def __init__(self, request: ParsedRequest, answer: Answer, session: Session) -> None:
@@ -136,7 +136,7 @@ class Worker:
         if job.task:
             job.task.cancelled = True
         if error:
-            job.send(refusal(error))
+            job.send(error)
         job.send(None)
         self.jobs.remove(job)
 

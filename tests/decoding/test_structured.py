@@ -159,8 +159,8 @@ def test_a_schema_of_the_command_line_holds_where_the_request_gives_none(folder:
 
 
 WRONG = [
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: give a schema"),
-    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: give the type text"),
+    ({"response_format": {"type": "yaml"}}, "response_format: give the type text"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"json": {"not": {}}}}, 'json_schema: Unimplemented keys: ["not"]'),

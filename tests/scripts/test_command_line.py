@@ -88,7 +88,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
             ["a", "--num-samples", "9" * 20],
             "argument --num-samples: must be from 1 to 65536, found 9",
         ),
-        (["a", "--stop", ""], "stop strings and banned words: give a list"),
+        (["a", "--stop", ""], "give stop strings and banned words as lists"),
         (["a", "--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
         (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),
         (["a", "--draft", "exit", "--exit-layer", "5"], "exit layer 5 is not in 1..4"),

@@ -91,6 +91,18 @@ def test_speedups_of_the_page_are_the_predicted_ones(page: WebDriver) -> None:
         assert asked(page, f"speedup({alpha}, {cost}, {row}, {length})") == pytest.approx(expected)
 
 
+def test_a_chosen_exit_sets_its_measured_costs_and_the_best_length(page: WebDriver) -> None:
+    find(page, "#exit").send_keys(Keys.ARROW_RIGHT)
+    layers, alpha, cost = asked(page, "EXITS[2]")
+    row = asked(page, "SMALL_LLAMA.row")
+    assert find(page, "#exit-value").text == str(layers)
+    assert [float(find(page, f"#{each}-value").text) for each in ("alpha", "cost")] == [alpha, cost]
+    table = CostTable(cost, [1 + row * drafted for drafted in range(13)])
+    speeds = [predicted_speedup(alpha, length, table) for length in range(1, 13)]
+    assert int(find(page, "#gamma-value").text) == speeds.index(max(speeds)) + 1
+    assert f"{max(speeds):.2f} times" in find(page, "#exit-story").text
+
+
 def test_drawn_tokens_settle_on_the_law_with_and_without_a_mistake(page: WebDriver) -> None:
     for mistake in range(4):
         page.execute_script(

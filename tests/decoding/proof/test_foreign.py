@@ -47,6 +47,13 @@ def speculative(residual: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], in
     return run
 
 
+def in_place(noise: Tensor) -> Tensor:
+    """A token by a race that is written into the probabilities."""
+    probs = P.clone()
+    probs.div_(noise)
+    return probs.argmax()
+
+
 EXACT = speculative(lambda p, q: (p - q).clamp(min=0))
 WRONG = speculative(lambda p, q: p)
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -58,6 +65,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "race of uniforms": lambda: (P / -torch.log(torch.rand_like(P))).argmax(-1),
     "Gumbel": lambda: (LOGITS + -torch.log(-torch.log(torch.rand(3)))).argmax(),
     "Gumbel of exponentials": lambda: (-torch.empty(3).exponential_().log() + LOGITS).argmax(),
+    "race in place": lambda: in_place(torch.empty(3).exponential_()),
     "inverse distribution": lambda: torch.searchsorted(P.cumsum(0), torch.rand(1), right=True)[0],
     "first sum above": lambda: (P.cumsum(0) > torch.rand(())).int().argmax(),
     "Python": lambda: 0 if (u := random.random()) < 0.5 else 1 if u < 0.8 else 2,
@@ -109,6 +117,9 @@ def test_rows_and_samples_are_independent() -> None:
         (lambda: (P / torch.empty(3).exponential_()).topk(1), "topk of a race"),
         (lambda: (torch.rand(3) * 2).log() < 0, "log of u"),
         (lambda: (P / -(u := torch.rand(3)).log()).argmax() + (u[0] < 0.5), "decided a race"),
+        (lambda: torch.rand(1).mul_(2), "mul_ of u"),
+        (lambda: torch.rand(1).lt_(0.5), "lt_ of u"),
+        (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
         (lambda: random.choice([1, 2]), "random.choice"),
         (lambda: (torch.rand(1), torch.manual_seed(0)), "manual_seed behind a draw"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng"),

@@ -14,12 +14,13 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 
 from decoding.rounds import Round
 from decoding.run.session import Labels, visible
-from decoding.show.moving import MARGIN, MOST_TOKENS, PAUSE, WIDTH, Timeline, render_picture
+from decoding.show.moving import MOST_TOKENS, PAUSE, Timeline, render_picture
 from tests.commands import Run
 from tests.folders import write_folder
 
 PIECES = [" the", " fox", "</text><script>", "<&>\"'", "\n", "e\u0301", "]]>", " " + "long" * 40]
 LABELS = Labels(lambda token: PIECES[token].encode(), {})
+MARGIN, WIDTH = 24, 800  # of the template
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 PLAIN: Timeline = [
     (Round(0, [], 0, [token]), seconds)
@@ -103,7 +104,7 @@ def test_times_are_those_of_the_run() -> None:
 def test_speeds_and_a_legend_are_told() -> None:
     speeds = {"1.0 tokens/s", "1.2 tokens/s: 1.23 times plain"}
     legend = {"drafted", "accepted", "rejected", "slowed down 2 times", "draft: a & b"}
-    assert speeds | legend <= {*texts(picture().findall(f"{NAMESPACE}text"))}
+    assert speeds | legend <= {*picture().itertext()}
 
 
 def test_tokens_that_a_banned_word_takes_back_disappear() -> None:
@@ -127,7 +128,7 @@ def test_nothing_runs_nothing_is_loaded_and_nothing_leaves_the_card() -> None:
     svg = picture()
     source = ElementTree.tostring(svg, encoding="unicode")
     tags = {element.tag.removeprefix(NAMESPACE) for element in svg.iter()}
-    assert tags == {"svg", "style", "title", "rect", "text", "g"}
+    assert tags == {"svg", "style", "title", "rect", "text", "tspan", "g"}
     assert not re.search(r"url\(|@import|href|https?:(?!//www.w3.org/2000/svg)", source)
     for piece in chain(*lanes(svg)):
         end = int(piece.get("x", "")) + int(piece.get("textLength", ""))
@@ -196,9 +197,9 @@ def test_no_two_texts_of_a_line_run_into_each_other() -> None:
         svg = ElementTree.fromstring(render_picture("tiny " * 40, long, long, draft, LABELS))
         lines: dict[str | None, list[tuple[float, float]]] = {}
         for text in svg.findall(f"{NAMESPACE}text"):
-            width = 8.5 * cell_len(text.text or "")
+            width = 8.5 * cell_len("".join(text.itertext()).strip())
             x = float(text.get("x", ""))
-            begin = x if text.get("text-anchor") == "start" else x - width
+            begin = x if text.get("text-anchor") != "end" else x - width
             assert begin >= 0 and begin + width <= WIDTH
             lines.setdefault(text.get("y"), []).append((begin, begin + width))
         for line in map(sorted, lines.values()):
