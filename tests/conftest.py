@@ -5,7 +5,6 @@ that are the same every run; the real checkpoint.
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +48,6 @@ def pytest_configure() -> None:
 
         model = accelerate(tiny_model("llama").float())
         model(torch.zeros(1, 1, dtype=torch.int64), model.new_cache(1), 0)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker tells how much it has proven."""
-    if WORKER:
-        from tests.laws import PROVEN
-
-        session.config.workeroutput["proven"] = asdict(PROVEN)
-
-
-def pytest_testnodedown(node: Any) -> None:
-    from tests.laws import PROVEN
-
-    told = getattr(node, "workeroutput", {}).get("proven")
-    if told:
-        PROVEN.laws, PROVEN.paths = PROVEN.laws + told["laws"], PROVEN.paths + told["paths"]
-        PROVEN.largest = max(PROVEN.largest, told["largest"])
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how much was proven by enumeration."""
-    from tests.laws import PROVEN
-
-    if PROVEN.laws:
-        terminalreporter.write_line(
-            f"{PROVEN.laws} laws enumerated over {PROVEN.paths} paths; largest total variation"
-            f" {PROVEN.largest:.1e}"
-        )
 
 
 @pytest.fixture(scope="session", autouse=True)

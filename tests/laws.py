@@ -1,10 +1,9 @@
-"""Shared parts of the proofs of the loop: a tally of the proofs, tiny real modules, drafters and
-policies by name.
-"""
+"""Shared parts of the proofs of the loop: tiny real modules, drafters and policies by name."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from torch import Tensor, nn
 from decoding.break_even import BreakEven
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Policy
-from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
-from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
-from decoding.randomness import Randomness, SeededRandomness
+from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.speculate import speculate
 from decoding.text import Rules, Text, TokenBytes
@@ -32,25 +29,19 @@ def draft_model(model: TableModel, cache: KVCache) -> Drafter:
     return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
 
 
-def prompt_lookup(model: TableModel, cache: KVCache) -> Drafter:
-    return PromptLookup(model.vocab_size, model.device)
-
-
-def best_of(model: TableModel, cache: KVCache) -> Drafter:
-    """The drafter of --draft auto: a model or lookup, by the policy's choice each round."""
-    return BestOf({"model": self_draft(model, cache), "lookup": PromptLookup(model.vocab_size)})
-
-
-def no_draft(model: TableModel, cache: KVCache) -> Drafter:
-    return NoDraft(model.vocab_size, model.device)
-
-
-TABLE_DRAFTERS: dict[str, Callable[[TableModel, KVCache], Drafter]] = {
+NewDrafter = Callable[[Any, KVCache], Drafter]
+NO_MODEL: dict[str, NewDrafter] = {
+    "lookup": lambda model, cache: PromptLookup(model.vocab_size, model.device),
+    "none": lambda model, cache: NoDraft(model.vocab_size, model.device),
+}
+TABLE_DRAFTERS: dict[str, NewDrafter] = {
     "plan": self_draft,
     "model": draft_model,
-    "lookup": prompt_lookup,
-    "best of": best_of,
-    "none": no_draft,
+    # that of --draft auto: by the policy's choice each round
+    "best of": lambda model, cache: BestOf(
+        {"model": self_draft(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}
+    ),
+    **NO_MODEL,
 }
 
 
@@ -82,33 +73,6 @@ def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
     return torch.special.gammaincc(
         torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2
     ).item()
-
-
-@dataclass
-class Tally:
-    """Sums over the proofs so far: laws enumerated, paths walked, and the largest deviation."""
-
-    laws: int = 0
-    paths: int = 0
-    largest: float = 0.0
-
-
-PROVEN = Tally()
-
-
-def deviation(run: Callable[[Randomness], Outcome], expected: dict[Outcome, float]) -> float:
-    """Total variation between the enumerated law of ``run`` and the expected one; counted in
-    PROVEN.
-    """
-
-    def counted(randomness: Randomness) -> Outcome:
-        PROVEN.paths += 1
-        return run(randomness)
-
-    distance = total_variation(output_law(counted), expected)
-    PROVEN.laws += 1
-    PROVEN.largest = max(PROVEN.largest, distance)
-    return distance
 
 
 def tiny_model(
@@ -149,14 +113,6 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Dec
     return model
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Sizes of a model, all that a text needs of it."""
-
-    vocab_size: int = 11
-    max_positions: int = 1000
-
-
 def text_of(
     prompt: list[int],
     rules: Rules | None = None,
@@ -166,21 +122,14 @@ def text_of(
     positions: int = 1000,
 ) -> Text:
     """A text for any model of this size."""
-    return Text(prompt, rules or Rules(1000), Bounds(vocab, positions), token_bytes)
+    sizes = SimpleNamespace(vocab_size=vocab, max_positions=positions)
+    return Text(prompt, rules or Rules(1000), sizes, token_bytes)
 
 
 def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
     """Another real module, with a separate cache."""
     draft = tiny_model("llama", vocab=model.vocab_size, layers=1, seed=99).to(model.device)
     return ModelDrafter(draft, draft.new_cache(model.max_positions))
-
-
-def skipping(model: Decoder, cache: KVCache) -> Drafter:
-    return ModelDrafter(model, cache, LayerPlan.skipping(model.num_layers, [0, 2], [1]))
-
-
-def early_exit(model: Decoder, cache: KVCache) -> Drafter:
-    return ModelDrafter(model, cache, LayerPlan.early_exit(model.num_layers, 1))
 
 
 def low_bits(model: Decoder, cache: KVCache) -> Drafter:
@@ -192,16 +141,15 @@ def low_bits(model: Decoder, cache: KVCache) -> Drafter:
 
 
 # Drafters of real modules, under the names of the table models' where they correspond.
-REAL_DRAFTERS = {
-    "plan": skipping,
-    "exit": early_exit,
+REAL_DRAFTERS: dict[str, NewDrafter] = {
+    "plan": lambda model, cache: ModelDrafter(model, cache, LayerPlan.skipping(3, [0, 2], [1])),
+    "exit": lambda model, cache: ModelDrafter(model, cache, LayerPlan.early_exit(3, 1)),
     "lowbit": low_bits,
     "model": small_draft_model,
-    "lookup": prompt_lookup,
     "best of": lambda model, cache: BestOf(
-        {"model": low_bits(model, cache), "lookup": prompt_lookup(model, cache)}
+        {"model": low_bits(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}
     ),
-    "none": no_draft,
+    **NO_MODEL,
 }
 
 REAL_POLICIES: dict[str, Callable[[], Policy]] = {
@@ -239,7 +187,7 @@ def prefilled(model: Any, prompt: Sequence[int], capacity: int | None = None) ->
 
 
 def speculated(
-    model: Any, text: Text, new_drafter: Callable[[Any, KVCache], Drafter], *how: Any, **more: Any
+    model: Any, text: Text, new_drafter: NewDrafter, *how: Any, **more: Any
 ) -> Iterator[Round]:
     """Rounds of the production loop from a new cache; further arguments are ``speculate``'s."""
     cache = prefilled(model, text.tokens)
@@ -258,8 +206,7 @@ class Scripted(SeededRandomness):
         return torch.tensor(taken, dtype=torch.float64)
 
 
-def plans(layers: int = 3) -> st.SearchStrategy[LayerPlan]:
-    bits = st.lists(st.sampled_from((0, *LOW_BITS, FULL)), min_size=layers, max_size=layers).map(
-        tuple
-    )
-    return st.builds(LayerPlan, bits, bits, st.sampled_from((*LOW_BITS, FULL)))
+def plans(layers: int = 3, bits: Sequence[int] = (*LOW_BITS, FULL)) -> st.SearchStrategy[LayerPlan]:
+    """Plans that skip any sublayers, and give the others any of these bits."""
+    some = st.lists(st.sampled_from((0, *bits)), min_size=layers, max_size=layers).map(tuple)
+    return st.builds(LayerPlan, some, some, st.sampled_from(bits))

@@ -7,8 +7,8 @@ transformers computes norms, rotary angles and softmax in float32 for any dtype 
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import ExitStack, contextmanager
+from itertools import compress, pairwise
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import modeling_rope_utils
 
-from model import FULL, Decoder, LayerPlan, build, parse_config
+from model import Decoder, LayerPlan, build, parse_config
 from tests.configs import FAMILIES
 from tests.laws import randomise
 
@@ -41,16 +41,11 @@ class _LiftedTorch:
 def lifted() -> Iterator[None]:
     """Within, transformers' models cast to float64 where they would cast to float32."""
     classes = [getattr(transformers, name) for name in FAMILIES.values()]
-    modules = [modeling_rope_utils, *(sys.modules[each.__module__] for each in classes)]
-    patches = [mock.patch.object(module, "torch", _LiftedTorch()) for module in modules]
-    patches.append(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        for module in (modeling_rope_utils, *(sys.modules[each.__module__] for each in classes)):
+            patches.enter_context(mock.patch.object(module, "torch", _LiftedTorch()))
+        patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def oracle_model(
@@ -88,24 +83,16 @@ def silenced(oracle: nn.Module, plan: LayerPlan) -> Iterator[None]:
 
     In Gemma-2 the norm after a sublayer is silenced, in Llama the sublayer itself.
     """
-    handles = []
-    for layer, attention, mlp in zip(oracle.model.layers, plan.attention, plan.mlp, strict=True):
-        post_normed = hasattr(layer, "post_feedforward_layernorm")
-        after_attention = layer.post_attention_layernorm if post_normed else layer.self_attn.o_proj
-        after_mlp = layer.post_feedforward_layernorm if post_normed else layer.mlp
-        silent = [
-            module for module, runs in ((after_attention, attention), (after_mlp, mlp)) if not runs
-        ]
-        handles += [module.register_forward_hook(_to_zero) for module in silent]
-    try:
+    with ExitStack() as hooks:
+        for layer, *bits in zip(oracle.model.layers, plan.attention, plan.mlp, strict=True):
+            last = [layer.self_attn.o_proj, layer.mlp]
+            if hasattr(layer, "post_feedforward_layernorm"):
+                last = [layer.post_attention_layernorm, layer.post_feedforward_layernorm]
+            for module in compress(last, [not runs for runs in bits]):
+                hooks.enter_context(
+                    module.register_forward_hook(lambda _, inputs, output: 0 * output)
+                )
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _to_zero(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return torch.zeros_like(output)
 
 
 def texts(min_size: int = 1, max_size: int = 24) -> st.SearchStrategy[Tensor]:
@@ -176,16 +163,8 @@ def ropes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         }
         # short: all three branches occur
         rope["original_max_position_embeddings"] = draw(st.sampled_from([8, 32]))
-    layout, local = draw(st.sampled_from([4, 5])), draw(st.sampled_from([10.0, 10000.0]))
-    return rope_fields(family, layout, theta, rope, local)
-
-
-def rope_fields(
-    family: str, layout: int, theta: float, rope: dict[str, Any], local: float = 10000.0
-) -> dict[str, Any]:
-    """Fields of one rotary embedding as this version of transformers writes them; ``local`` is the
-    base of layers with a window where they have one of their own.
-    """
+    layout = draw(st.sampled_from([4, 5]))
+    local = draw(st.sampled_from([10.0, 10000.0]))  # of Gemma-3's layers with a window
     if layout == 5 and family == "gemma3_text":
         windowed = {"rope_type": "default", "rope_theta": local}
         whole = {"rope_theta": theta, **rope}
@@ -194,13 +173,6 @@ def rope_fields(
         return {"rope_parameters": {"rope_theta": theta, **rope}}
     fields = {"rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     return fields | ({"rope_local_base_freq": local} if family == "gemma3_text" else {})
-
-
-@st.composite
-def plans(draw: st.DrawFn, num_layers: int) -> LayerPlan:
-    """Any set of sublayers, from none to all."""
-    runs = st.lists(st.sampled_from((0, FULL)), min_size=num_layers, max_size=num_layers).map(tuple)
-    return LayerPlan(draw(runs), draw(runs))
 
 
 @st.composite

@@ -115,10 +115,8 @@ class Session:
         self.checkout, self.home = self.folder / "checkout", self.folder / "home"
         shutil.copytree(ROOT, self.checkout, ignore=caches)
         (self.checkout / ".venv").symlink_to(sys.prefix)
-        model = self.checkout / "weights/smollm2-135m-instruct"
-        model.mkdir()
-        for file in (ROOT / "weights" / model.name).iterdir():
-            (model / file.name).symlink_to(file.resolve())
+        model = "weights/smollm2-135m-instruct"
+        shutil.copytree(ROOT / model, self.checkout / model, copy_function=os.symlink)
         self.home.mkdir()
         (self.home / "prompts.txt").write_text("A fox\nA cat\nA hen\nA dog\n", encoding="utf-8")
         with socket.socket() as free:

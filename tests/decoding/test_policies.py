@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from random import Random
 from typing import Any
@@ -71,16 +71,6 @@ def length_of(policy: BreakEven, offers: Sequence[Offer] = (MODEL,), confidence:
     return next(going_on, longest)
 
 
-def drafted(policy: BreakEven, accepted: Iterable[int], confidence: float = 1) -> list[int]:
-    """Lengths of the drafts of a model, of which the target accepts up to ``accepted`` tokens."""
-    lengths = []
-    for most in accepted:
-        asks = policy.draft_length()
-        lengths.append(length_of(policy, confidence=confidence) if asks else 0)
-        policy.observe(a_round(lengths[-1], min(lengths[-1], most)))
-    return lengths
-
-
 @pytest.mark.parametrize("offers", [1, 2], ids=["one offer", "two offers"])
 @given(
     slopes=st.tuples(st.floats(0.02, 2), st.floats(0.02, 0.5)),
@@ -108,7 +98,8 @@ def test_break_even_follows_the_rounds_of_its_docstring() -> None:
     rows = []
     for number, most in enumerate([1, 0, 0, 0], 1):
         rate = policy.rates_of(MODEL).mean()
-        [length] = drafted(policy, [most], confidence=0.75)
+        length = length_of(policy, confidence=0.75) if policy.draft_length() else 0
+        policy.observe(a_round(length, min(length, most)))
         rows.append(
             f"| {number} | {rate:.2f} | {(1 + rate) / 1.65:.3f} | {length} | {min(length, most)} "
             f"| {1.05 + length * 0.65:.2f} | {policy.past.credit:.2f} |"
@@ -154,11 +145,6 @@ def test_rates_are_those_of_the_judged_tokens_and_at_first_the_prior() -> None:
     assert rates.at(0.29) == pytest.approx(4 * mean / (1 + 4))
     rates.learn([], 0, 0.5)
     assert rates.mean() == pytest.approx((1 + 4 * 0.7) / (1.5 + 4))
-
-
-def test_break_even_comes_back_when_drafts_become_good() -> None:
-    lengths = drafted(BreakEven({"model": 0.15}, 4), [0] * 200 + [4] * 100)
-    assert sum(lengths[100:200]) <= 25 and lengths[-1] == 4
 
 
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
@@ -258,6 +244,12 @@ def test_a_draft_that_becomes_slow_in_the_middle_of_a_text_is_given_up_and_tried
     assert write(policy, 300)[-1] > 1
 
 
+def test_break_even_comes_back_when_drafts_become_good() -> None:
+    policy = with_clock(0.15, longest=4)
+    assert sum(write(policy, 200, 0.15, accepts=0)[100:]) <= 25
+    assert write(policy, 100, 0.15, accepts=4)[-1] == 4
+
+
 def test_a_machine_that_becomes_slower_as_a_whole_changes_nothing() -> None:
     policy = with_clock(0.2)
     write(policy, 40)
@@ -328,14 +320,6 @@ def test_time_beyond_the_estimate_is_paid_from_the_credit() -> None:
         write(policy, 1, draft, accepts=0)
         credits.append(policy.past.credit)
     assert credits[0] > credits[1] > credits[2] >= 0
-
-
-def test_without_a_clock_lengths_follow_from_the_text_alone() -> None:
-    """Times that are observed all the same would change them."""
-    timeless = BreakEven({"model": 0.3})
-    lengths = drafted(timeless, [2] * 60)
-    assert timeless.slope("model") == 0.3
-    assert write(with_clock(0.3), 60, 0.1, accepts=2) != lengths
 
 
 # Whole texts under a fake clock

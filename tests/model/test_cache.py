@@ -23,8 +23,8 @@ from model import LayerPlan
 from model.fast import accelerate
 from model.fast.gpu import StaticDecoder
 from tests.configs import FAMILIES, small
-from tests.laws import random_model, tiny_model
-from tests.oracle import VOCAB, configs, plans
+from tests.laws import plans, random_model, tiny_model
+from tests.oracle import VOCAB, configs
 
 CAPACITY = 32
 tokens_to_add = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)

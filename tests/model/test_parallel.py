@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding.break_even import BreakEven
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.chooser import Drafting
-from decoding.run.ranks import INTERRUPTED, decide_as_rank_0
+from decoding.run.ranks import decide_as_rank_0
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -146,23 +146,6 @@ def test_every_rank_writes_the_text_of_rank_0_which_is_that_of_one_process(
     for asked in several:
         expected = text_by(Writer(random_model(shaped), 64), asked, 7)
         assert ranks.run(text_on_rank, shaped, asked) == [expected] * ranks.size
-
-
-def is_interrupted(config: dict[str, Any]) -> bool:
-    """Whether Ctrl-C on rank 0 ends a text."""
-    if not dist.get_rank():
-        INTERRUPTED.set()
-    try:
-        text_on_rank(config, ("none", fixed, "ratio", 0.0))
-    except KeyboardInterrupt:
-        return True
-    finally:
-        INTERRUPTED.clear()
-    return False
-
-
-def test_ctrl_c_on_rank_0_ends_the_text_on_every_rank(ranks: Ranks) -> None:
-    assert all(ranks.run(is_interrupted, config("llama", ranks.size)))
 
 
 @pytest.mark.parametrize(

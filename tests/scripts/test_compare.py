@@ -91,7 +91,7 @@ def test_texts_that_differ_are_reported_with_their_first_difference(model: str) 
 
 @pytest.mark.parametrize(
     ("tokens", "seconds", "turns"),
-    [(8, 9.0, 0), (60, 0.11, 5), (60, 1e-4, MOST_TURNS), (60, 9.0, TURNS)],
+    [(8, 9.0, 0), (48, 0.11, 5), (48, 1e-4, MOST_TURNS), (48, 9.0, TURNS)],
 )
 def test_speeds_are_compared_unless_the_text_is_too_short(
     tokens: int, seconds: float, turns: int, model: str, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,6 @@
 """The layout: which folder may import which, so that no two need each other."""
 
 import ast
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,12 +35,8 @@ MAY_IMPORT = {
 
 def production_files() -> list[Path]:
     """Python files of the folders above."""
-    top = {folder.split(".")[0] for folder in MAY_IMPORT}
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.splitlines()
-    names = listed or [str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/*.py")]
-    return [Path(name) for name in names if Path(name).parts[0] in top]
+    tops = [folder for folder in MAY_IMPORT if "." not in folder]
+    return [path.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*.py")]
 
 
 def folder_of(module: str) -> str:

@@ -12,7 +12,6 @@ import torch
 
 from decoding.drafters import Draft
 from decoding.proof.judge import Setup, bias
-from decoding.proof.plain_law import Request
 from tests.commands import Run
 from tests.serving import serving
 
@@ -35,8 +34,6 @@ def example(file: Path) -> dict[str, Any]:
 
 
 def test_the_documents_drafter_is_lossless_however_bad(example: dict[str, Any]) -> None:
-    assert isinstance(example["request"], Request)
-    assert bias(example["model"], example["request"], Setup(example["Bigrams"])) < 1e-9
     assert example["distance"] < 1e-9
 
 

@@ -134,7 +134,6 @@ def test_under_torchrun_itself_all_end_with_a_process_that_dies(folder: Path, di
 
 BAD: dict[str, tuple[list[str], str]] = {
     "no such option": (["--drafts"], "unrecognized arguments: --drafts"),
-    "no such value": (["--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
     "low bits": (["--draft", "lowbit"], "several processes draft without low bits"),
     "a server": (["--serve", "0"], "--svg run in one process"),
 }

@@ -22,25 +22,7 @@ from weights.tokenizer import Tokenizer
 transformers.logging.set_verbosity_error()
 
 NEW_TOKENS = 24
-PROMPTS = [
-    "Once upon a time, in a small village at the foot of a mountain, there lived an old woman",
-    (
-        "The three laws of thermodynamics can be stated as follows, beginning with the first one,"
-        " which says"
-    ),
-    (
-        "def fibonacci(n):\n    # returns the n-th Fibonacci number, counting from zero, without"
-        " recursion\n"
-    ),
-    "Ingredients: 200 g flour, 3 eggs, 50 ml milk, 1 pinch of salt. First, mix the flour and",
-    "In 1969, the Apollo 11 mission landed the first humans on the Moon; the crew of the mission",
-    (
-        "Q: What is the difference between a virus and a bacterium, in simple words?\nA: The"
-        " difference is"
-    ),
-    "Der schnelle braune Fuchs springt über den faulen Hund, und dann läuft er weiter in den Wald",
-    "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610,",
-]
+STORY = "Once upon a time, in a small village at the foot of a mountain, there lived an old woman"
 CONVERSATIONS = [
     [{"role": "user", "content": "What is the capital of France?"}],
     [
@@ -86,15 +68,6 @@ def their_tokenizer(smollm2: Path) -> transformers.PreTrainedTokenizerBase:
     return transformers.AutoTokenizer.from_pretrained(smollm2)
 
 
-@torch.inference_mode()
-def test_logits_of_a_long_prompt_equal_transformers(
-    ours: Decoder, theirs: transformers.PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    tokens = torch.tensor([tokenizer.encode("\n\n".join(PROMPTS * 2))[:200]])
-    assert tokens.shape == (1, 200)
-    assert (ours(tokens) - theirs(tokens).logits).abs().max() < 2e-3
-
-
 @pytest.mark.parametrize(
     "conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"]
 )
@@ -105,15 +78,17 @@ def test_plain_decoding_of_a_chat_is_transformers_greedy_text_up_to_and_with_the
     tokenizer: Tokenizer,
     conversation: list[dict[str, str]],
 ) -> None:
-    """By the production loop, without a draft."""
+    """By the production loop, without a draft; the logits of the whole are transformers' too."""
     prompt = tokenizer.encode_chat(conversation)
     writer = Writer(ours, len(prompt) + NEW_TOKENS)
     writer.begin(prompt)
     text = writer.new_text(Rules(NEW_TOKENS, tokenizer.eos_ids))
     plain = writer.plain, SamplingParams(), Coupling("ratio", 0)
     written = writer.write(text, *plain).tokens
-    choices = theirs(torch.tensor([prompt + written[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1)
-    assert written == choices.tolist()
+    tokens = torch.tensor([prompt + written[:-1]])
+    logits = theirs(tokens).logits
+    assert (ours(tokens) - logits).abs().max() < 2e-3
+    assert written == logits[0, len(prompt) - 1 :].argmax(-1).tolist()
     ends = [token in tokenizer.eos_ids for token in written]
     assert len(written) == NEW_TOKENS or ends.index(True) == len(written) - 1
 
@@ -160,7 +135,7 @@ def test_the_loaded_model_predicts_real_text(ours: Decoder, tokenizer: Tokenizer
     """A floor that no mistake shared with transformers passes: English costs less than 4 nats a
     token.
     """
-    text = f"{PROMPTS[0]} who told stories to the children every evening."
+    text = f"{STORY} who told stories to the children every evening."
     ids = torch.tensor(tokenizer.encode(text))
     loss = torch.nn.functional.cross_entropy(ours(ids[None])[0, :-1], ids[1:])
     assert loss < 4 < math.log(ours.vocab_size) / 2

@@ -18,6 +18,7 @@ from tests.serving import serving
 
 MODEL = "smollm2-135m-instruct"
 BUDGET = 160
+SHORT = [0, 1, 6, 7]  # of those below
 BUILT_IN = read_json(SCHEMAS)
 NAMES = ["sentiment", "ticket", "person", "tool call", "invoice", "event"]
 ASKED: list[tuple[str, dict[str, Any]]] = [
@@ -28,7 +29,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         {"regex": r"(Yes|No), [a-z ]{5,40}\."},
     ),
 ]
-DRAFTS = ["lookup", "lowbit", "exit", "auto"]
+DRAFTS = ["exit", "auto"]  # the second by lookup, in low bits, or forced
 FORMS = {"json_schema": "json", "regex": "regex"}  # names in a request to the server
 STYLES: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 5}]  # in turns
 
@@ -57,15 +58,16 @@ def test_every_draft_writes_the_plain_text_of_a_schema_or_an_expression(
         jsonschema.validate(json.loads(plain.text), form["json_schema"], format_checker=checker)
 
 
-def test_eight_at_once_through_the_server_are_the_texts_alone(session: Session) -> None:
+def test_texts_at_once_through_the_server_are_the_texts_alone(session: Session) -> None:
+    asked = [ASKED[number] for number in SHORT]
     bodies = [
         {"prompt": prompt, "structured_outputs": {FORMS[kind]: source}, "max_tokens": BUDGET}
-        for prompt, form in ASKED
+        for prompt, form in asked
         for kind, source in form.items()
     ]
-    alone = [session.write(prompt, **form, draft="none", chat=False).text for prompt, form in ASKED]
+    alone = [session.write(prompt, **form, draft="none", chat=False).text for prompt, form in asked]
     with (
-        serving("--model", MODEL, "--draft", "auto", "--together", "8") as served,
-        ThreadPoolExecutor(8) as pool,
+        serving("--model", MODEL, "--draft", "auto", "--together", "4") as served,
+        ThreadPoolExecutor(4) as pool,
     ):
         assert [*pool.map(lambda body: served.text(**body), bodies)] == alone

@@ -69,8 +69,8 @@ DRAWN = torch.randint(0, 7, (2, 15), generator=torch.Generator().manual_seed(0))
 WRITTEN = [Continuation(tuple(row[:3]), tuple(row[3:])) for row in DRAWN]
 
 
-def in_memory(sampler: str = "tpe", seed: int = 0, first: Sequence[LayerPlan] = ()) -> optuna.Study:
-    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed=seed))
+def in_memory(sampler: str = "tpe", first: Sequence[LayerPlan] = ()) -> optuna.Study:
+    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed=0))
     for plan in first:
         study.enqueue_trial(parameters(plan))
     return study
@@ -138,14 +138,6 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     optimise(study, predict_once, space, 32)
     best = max(predict_once(plan).speedup for plan in plans)
     assert next(iter(predictions_of(study).values())).speedup == best
-
-
-def test_the_same_seed_finds_the_same_plans() -> None:
-    studies = [in_memory(seed=3, first=[LayerPlan.early_exit(4, 2)]) for _ in range(2)]
-    for study in studies:
-        optimise(study, toy, SPACE, 25)
-    first, second = ([trial.params for trial in finished(study)] for study in studies)
-    assert first == second
 
 
 def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
@@ -263,7 +255,7 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, plots = tmp_path / "plan.json", tmp_path / "plots"
-    assert command.main(arguments(folder, "--out", out, "--trials", 10, "--plots", plots)) == 0
+    assert command.main(arguments(folder, "--out", out, "--trials", 6, "--plots", plots)) == 0
     written = json.loads(out.read_text())
     assert written["model"] == model_fingerprint(folder)
     assert written["sampling"]["coupling"] == "race", "as the texts of generate.py"
@@ -275,13 +267,13 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     named = shlex.quote(str(folder))
     use = f'python generate.py "Your prompt" --model {named} --draft skip --plan {out}'
     assert (use in said) == (gamma > 0)
-    assert command.main(arguments(folder, "--out", out, "--trials", 12)) == 2
+    assert command.main(arguments(folder, "--out", out, "--trials", 8)) == 2
     assert "give --resume" in capfd.readouterr().err
     for name in ("plain_texts", "measure_sublayers", "importances"):  # all in the journal
         monkeypatch.delattr(f"search.study.{name}")
-    assert command.main(arguments(folder, "--out", out, "--trials", 12, "--resume")) == 0
+    assert command.main(arguments(folder, "--out", out, "--trials", 8, "--resume")) == 0
     storage = JournalStorage(JournalFileBackend(str(out.with_suffix(".journal"))))
-    assert len(finished(optuna.load_study(study_name=NAME, storage=storage))) == 12
+    assert len(finished(optuna.load_study(study_name=NAME, storage=storage))) == 8
     for changed, named in (
         (["--temperature", 1, "--bits", 4], "other bits, sampling"),
         (["--coupling", "ratio"], "other sampling"),

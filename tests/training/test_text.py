@@ -152,11 +152,6 @@ def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(learnt
     assert said.startswith("1 different ") and "give at least 200 documents" in said
 
 
-def test_a_short_text_supports_fewer_tokens(tmp_path: Path) -> None:
-    train_tokenizer(DOCUMENTS, 30000, tmp_path)
-    assert 258 < len(Tokenizer(tmp_path).pieces) < 1000
-
-
 def test_each_token_costs_the_logarithm_of_the_vocabulary_under_a_model_that_knows_nothing(
     tmp_path: Path,
 ) -> None:

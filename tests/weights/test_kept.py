@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from model.places import cache_folder, version
+from model.places import cache_folder
 from tests.folders import LLAMA, write_folder
 from weights import kept as kept_module
 from weights.kept import KeptTensors, copies_folder, describe_copies
@@ -88,16 +88,6 @@ def test_the_folder_is_another_for_each_determinant(tmp_path: Path, model: Path)
     assert len({first, *others}) == 5
     again = keep(write_folder(tmp_path / "elsewhere"))
     assert again.folder == first, "the model's place is not one of them"
-
-
-def test_the_version_is_that_of_the_code(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a.py", "b.py")]
-    for file in files:
-        file.write_text("x = 1")
-    first = version(files)
-    assert version(reversed(files)) == first
-    files[1].write_text("x = 2")
-    assert version(files) != first
 
 
 @pytest.mark.parametrize("fault", ["read-only", "a file in its place", "a full disk"])

@@ -24,6 +24,7 @@ from tokenizers import (
     trainers,
 )
 from tokenizers import Tokenizer as Library
+from transformers.tokenization_utils_base import generate_merges
 
 from tests.refusal import refusal
 from weights.tokenizer import Tokenizer
@@ -98,26 +99,10 @@ def gemma_model() -> bytes:
 
 
 def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a sentencepiece model, as the tokenizers library wants them.
-
-    A piece is merged from any two pieces it is made of; the better a piece's score, the earlier its
-    merges.
-    """
+    """Vocabulary and merges of a sentencepiece model, as the tokenizers library wants them."""
     library = sentencepiece.SentencePieceProcessor(model_proto=model)
     vocabulary = {library.IdToPiece(number): number for number in range(library.GetPieceSize())}
-    plain = [
-        piece
-        for piece, number in vocabulary.items()
-        if not (library.IsByte(number) or library.IsControl(number) or library.IsUnknown(number))
-    ]
-    best_first = sorted(plain, key=lambda piece: -library.GetScore(vocabulary[piece]))
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in best_first
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
-    ]
-    return vocabulary, merges
+    return vocabulary, generate_merges(vocabulary)
 
 
 def llama_2_sentencepiece(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decoding.break_even import BreakEven
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
+from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
@@ -21,7 +22,7 @@ from decoding.sampling import SamplingParams
 from decoding.text import Constraint
 from model import Decoder
 from tests.configs import FAMILIES
-from tests.laws import REAL_DRAFTERS, TABLE_DRAFTERS, OneOffer, deviation, tiny_model
+from tests.laws import REAL_DRAFTERS, TABLE_DRAFTERS, OneOffer, tiny_model
 
 EXACT = 1e-9
 
@@ -168,7 +169,8 @@ def case_deviation(
 
 def distance(model: TableModel | Decoder, request: Request, setup: Setup, oracle: object) -> float:
     expected = plain_law(oracle, request)
-    return deviation(lambda randomness: run_loop(model, request, setup, randomness), expected)
+    law = output_law(lambda randomness: run_loop(model, request, setup, randomness))
+    return total_variation(law, expected)
 
 
 @pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))

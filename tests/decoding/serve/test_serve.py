@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -545,22 +546,26 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
     begin, *events = events_of(served.ask("/live", asked)[1])
     assert begin["kind"] == "begin" and begin["race"] and not begin["greedy"]
     assert begin["columns"] == ["exit at layer 2 of 4", "plain"]
-    texts: list[list[int]] = [[], []]
-    drafts, clocks, finished = [], [0.0, 0.0], [None, None]
-    for event in events:
-        side = event["column"]
-        if event["kind"] == "draft":
-            drafts.append(event["tokens"])
-            continue
-        tokens = event["round"]["tokens"]
-        drafted = [token["text"] for token in tokens if token["verdict"] != "own"]
-        shown = drafts.pop() if drafted else []
-        assert drafted == shown and not drafts, "a draft is shown before its verdict"
-        texts[side] += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
-        assert all(0 <= token["p"] <= 1 for token in tokens) and event["seconds"] >= clocks[side]
-        clocks[side], finished[side] = event["seconds"], event["finish"]
-    assert finished[0] == finished[1] and finished[0] in ("length", "eos")
+    columns: tuple[list[Any], list[Any]] = [], []
+    for before, event in pairwise([begin, *events]):
+        if event["kind"] == "round":
+            tokens = event["round"]["tokens"]
+            drafted = [each["text"] for each in tokens if each["verdict"] != "own"]
+            assert drafted == before.get("tokens", []), "a draft is shown before its verdict"
+            columns[event["column"]].append(event)
+    texts = [
+        [
+            token["id"]
+            for each in rounds
+            for token in each["round"]["tokens"]
+            if token["verdict"] in ("accepted", "own")
+        ]
+        for rounds in columns
+    ]
     assert texts[0] == texts[1] and len(texts[0]) >= 10
+    assert columns[0][-1]["finish"] == columns[1][-1]["finish"] in ("length", "eos")
+    seconds = [[each["seconds"] for each in rounds] for rounds in columns]
+    assert seconds == [*map(sorted, seconds)]
     written = b"".join(map(served.worker.session.tokenizer.token_bytes, texts[0]))
     _, answer = served.ask("/v1/chat/completions", {**chats(said(PROMPT))[1], **SEEDED})
     told = json.loads(answer)["choices"][0]["message"]["content"]
