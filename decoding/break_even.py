@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from time import perf_counter
 
 from decoding.policies import Offer, Policy
@@ -150,12 +151,12 @@ class BreakEven(Policy):
         self.offers = offers
         self.taken = None
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
-        best = max(drafts, key=PossibleDraft.speedup, default=None)
-        if best and best.speedup() > 1:
+        best = max(drafts, key=attrgetter("speedup"), default=None)
+        if best and best.speedup > 1:
             self.taken = best
         elif any(offer.forced for offer in offers):  # a plain round would waste the forced tokens
             offer = next((offer for offer in offers if offer.tokens), offers[0])
-            self.taken = PossibleDraft(offer, 0, 1.0, 1.0)
+            self.taken = PossibleDraft(offer, 0, 1.0)
         if self.taken is None:
             return offers[0], 0
         if self.clock:
@@ -172,29 +173,35 @@ class BreakEven(Policy):
         slope = self.slope(slope_of(offer))
         longest = self.LONGEST_WITH_FORCED if offer.by_model else len(offer.tokens)
         rate = self.rates_of(offer).mean()
-        best = None
-        tokens = 1.0
-        covered = 0
+        before, between = self._reading(offer)
+        best = covered = 0
+        speedup = 0.0
+        tokens = reached = 1.0
+        cost = 1 + before
         for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
-            extra = guesses * slope + self._reading(offer, guesses)
-            if extra > self.past.credit:
+            cost += slope + between
+            if cost - 1 > self.past.credit:
                 break
             covered = guesses
-            tokens += rate**guesses
-            draft = PossibleDraft(offer, guesses, tokens, 1 + extra)
-            if best is None or draft.speedup() > best.speedup():
-                best = draft
-        if best and offer.by_model and self.reads_draft_confidence:
-            best.guesses = covered
-        return best
+            reached *= rate
+            tokens += reached
+            if tokens > speedup * cost:
+                best = guesses
+                speedup = tokens / cost
+        if not best:
+            return None
+        ends_by_confidence = offer.by_model and self.reads_draft_confidence
+        return PossibleDraft(offer, covered if ends_by_confidence else best, speedup)
 
-    def _reading(self, offer: Offer, guesses: int) -> float:
-        """Expected time in plain rounds in which a model reads the forced tokens of its draft."""
+    def _reading(self, offer: Offer) -> tuple[float, float]:
+        """Expected times in plain rounds in which a model reads the forced tokens of its draft:
+        those before its first guess, and those behind each guess.
+        """
         forced_so_far = self.text_forced + offer.forced
         if not offer.by_model or not forced_so_far:
-            return 0.0
-        between = guesses * forced_so_far / (self.text_free + 1)
-        return (offer.forced + between) * self.slope(KNOWN)
+            return 0.0, 0.0
+        slope = self.slope(KNOWN)
+        return offer.forced * slope, forced_so_far / (self.text_free + 1) * slope
 
     def keep_drafting(self, confidence: float) -> bool:
         draft = self.taken
@@ -205,7 +212,7 @@ class BreakEven(Policy):
         rates = self.rates_of(draft.offer)
         draft.confidences.append(confidence)
         draft.reached *= rates.at(confidence)
-        worth = self.slope(slope_of(draft.offer)) * draft.speedup()
+        worth = self.slope(slope_of(draft.offer)) * draft.speedup
         return draft.reached * rates.mean() > worth
 
     def observe(self, round: Round) -> None:
@@ -267,8 +274,8 @@ class BreakEven(Policy):
 
 @dataclass
 class PossibleDraft:
-    """Draft of an offer's forced tokens and of some guesses: the expected tokens of its round, and
-    the cost in plain rounds.
+    """Draft of an offer's forced tokens and of some guesses, with the expected ``speedup`` of its
+    round over plain decoding.
 
     While a model makes it: the ``confidences`` of its tokens, the probability ``reached`` that all
     of them are accepted, and the times before the first one (``began``) and behind the last
@@ -277,16 +284,11 @@ class PossibleDraft:
 
     offer: Offer
     guesses: int
-    tokens: float
-    cost: float
+    speedup: float
     confidences: list[float] = field(default_factory=list)
     reached: float = 1.0
     began: float = 0.0
     ended: float = 0.0
-
-    def speedup(self) -> float:
-        """Expected speed-up over plain decoding."""
-        return self.tokens / self.cost
 
 
 def slope_of(offer: Offer) -> str:
@@ -297,40 +299,52 @@ def slope_of(offer: Offer) -> str:
 class Rates:
     """Acceptance rate of a kind of draft, by the confidence of a token in tenths.
 
-    ``accepted`` and ``judged`` count tokens of past rounds, recent ones more. The tokens behind a
-    rejected one are not judged. Where little was judged the rate is close to a prior one: that of
-    all tokens to the first α, ``prior``, that of a confidence to the rate of all.
+    ``accepted`` and ``judged`` count tokens of past rounds, per tenth and in all. The tokens behind
+    a rejected one are not judged. Fading makes the ``unit`` larger by which new tokens count, and
+    so is the same for all counts at once. Where little was judged the rate is close to a prior
+    one: that of all tokens to the first α, ``prior``, that of a confidence to the rate of all.
     """
 
     PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
+    LARGEST_UNIT = 1e100
 
     def __init__(self, prior: float) -> None:
         self.prior = prior
-        self.accepted = [0.0] * 10
-        self.judged = [0.0] * 10
+        self.unit = 1.0
+        self.accepted = [0.0] * (ALL + 1)
+        self.judged = [0.0] * (ALL + 1)
 
     def mean(self) -> float:
         """The rate of all tokens."""
-        accepted = sum(self.accepted) + self.prior * self.PRIOR_WEIGHT
-        return accepted / (sum(self.judged) + self.PRIOR_WEIGHT)
+        return self._rate(ALL, self.prior)
 
     def at(self, confidence: float) -> float:
         """The rate of tokens of this confidence."""
-        at = tenth(confidence)
-        accepted = self.accepted[at] + self.mean() * self.PRIOR_WEIGHT
-        return accepted / (self.judged[at] + self.PRIOR_WEIGHT)
+        return self._rate(tenth(confidence), self.mean())
+
+    def _rate(self, place: int, prior: float) -> float:
+        weight = self.PRIOR_WEIGHT * self.unit
+        return (self.accepted[place] + prior * weight) / (self.judged[place] + weight)
 
     def learn(self, confidences: Sequence[float], accepted: int, memory: float) -> None:
         """Add the judged tokens of a round, of which the first ones were ``accepted``."""
         self.fade(memory)
-        for place, confidence in enumerate(confidences):
-            self.judged[tenth(confidence)] += 1
-            self.accepted[tenth(confidence)] += place < accepted
+        for number, confidence in enumerate(confidences):
+            for place in (tenth(confidence), ALL):
+                self.judged[place] += self.unit
+                if number < accepted:
+                    self.accepted[place] += self.unit
 
     def fade(self, memory: float) -> None:
         """Count the past ``memory`` times as much as before."""
-        self.accepted = [memory * each for each in self.accepted]
-        self.judged = [memory * each for each in self.judged]
+        self.unit /= memory
+        if self.unit > self.LARGEST_UNIT:
+            self.accepted = [each / self.unit for each in self.accepted]
+            self.judged = [each / self.unit for each in self.judged]
+            self.unit = 1.0
+
+
+ALL = 10  # the place of the counts of all tenths
 
 
 def tenth(confidence: float) -> int:
