@@ -255,7 +255,7 @@ def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
         lambda cache: model_drafter(model, cache, plan),
         lambda: chosen.new_policy(GAMMA),
         chosen,
-        Preparation(preparing(setting, plan)),
+        Preparation(lambda: preparing(setting, plan)),
     )
 
 
@@ -366,7 +366,9 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     slopes = first_slopes(model, plans)
     priors = {name: each.kept_share for name, each in plans.items() if each.kept_share}
     forced = ForcedTokens(model.vocab_size, model.device)  # an empty draft without constraints
-    preparation = Preparation(chain.from_iterable(way.preparation.pieces for way in ways.values()))
+    preparation = Preparation(
+        lambda: chain.from_iterable(way.preparation.begin() for way in ways.values())
+    )
     return Drafting(
         "chosen each round: " + "; ".join(way.name for way in ways.values()),
         lambda cache: BestOf(
