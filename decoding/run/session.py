@@ -116,11 +116,14 @@ class Session:
         """A new conversation, with a cache of its own; its ``system`` message is an option."""
         return Conversation(self, options)
 
-    def options(self, given: dict[str, object]) -> Namespace:
-        """The options of a call, with the session's where it gives none. Raises InputError."""
-        if fixed := [name for name in OF_THE_MODEL if name in given]:
-            raise InputError(f"{fixed[0]} is an option of load, not of a call")
-        return read_grammar_files(merge_options(self.request.options, given))
+    def options(self, *calls: dict[str, object]) -> Namespace:
+        """The session's options, with those of each call in their place. Raises InputError."""
+        options = self.request.options
+        for given in calls:
+            if fixed := [name for name in OF_THE_MODEL if name in given]:
+                raise InputError(f"{fixed[0]} is an option of load, not of a call")
+            options = merge_options(options, given)
+        return read_grammar_files(options)
 
     def new_text(self, ids: Sequence[int], rules: Rules, positions: int | None = None) -> Text:
         """A text that holds only its prompt, and ends at this many positions, or the context."""
@@ -191,7 +194,7 @@ class Conversation:
         """The model's answer in pieces; of one that is not read to its end, those so far stay."""
         session = self.session
         session.streaming.close()
-        given = session.options(self.options | options)
+        given = session.options(self.options, options)
         asked = session.request.text_options(given)
         messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]
         ids, answers = conversation(session.tokenizer, messages, told_schema(given))

@@ -61,6 +61,7 @@ def test_another_draft_comes_without_the_session_s_options_of_drafting(session: 
     given = merge_options(exits, {"draft": "lookup"})
     assert given.exit_layer is None and given.gamma is None
     assert merge_options(exits, {"draft": "exit"}).exit_layer == 3
+    session.chat(draft="exit", exit_layer=3).say(FOX, draft="lookup")
     lark = merge_options(exits, {"grammar": "g"})
     assert merge_options(lark, {"regex": "a"}).grammar is None
 
