@@ -215,6 +215,7 @@ class Conversation:
         """Forget the oldest turns of the user, with their answers. Raises InputError."""
         if turns < 1:
             raise InputError(f"turns must be at least 1, found {turns}")
+        self.session.streaming.close()  # an answer that is not read to its end is kept then
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         end = users[turns] if turns < len(users) else len(self.messages)
         del self.messages[users[0] if users else end : end]
