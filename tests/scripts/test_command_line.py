@@ -110,6 +110,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["a", "--device", "meta"], "device 'meta' is not there"),
+        (["a", "--device", "mps"], "mps cannot compute in float64: give --device cpu"),
         (["a", "--chat"], "no chat template"),
         (["a", "--system", "s"], "--system needs a chat"),
         (["a " * 300], "shorten the prompt"),
