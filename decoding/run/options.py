@@ -41,6 +41,7 @@ from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 MOST = 1 << 16  # texts that can be asked for
+TOGETHER = 4  # texts that the server writes at once by default
 ON_OR_OFF = BooleanOptionalAction
 LIST = {"action": "append", "default": []}
 EPILOG = """kinds of draft:
@@ -213,7 +214,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--interactive": {**FLAG, "help": "hold a conversation, an answer to each line"},
         "--together": {
             "type": within(int, 1, MOST),
-            "default": 4,
+            "default": TOGETHER,
             "metavar": "N",
             "help": "most texts that --serve writes at once",
         },
@@ -402,10 +403,14 @@ def check_options(options: Namespace) -> None:
     if options.html and options.svg and options.html.resolve() == options.svg.resolve():
         raise InputError(f"--html and --svg name the same file {options.svg}: give two")
     of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
-    if (options.serve or options.interactive) and any(map(vars(options).get, of_one_prompt)):
+    of_a_prompt = any(map(vars(options).get, of_one_prompt)) or options.num_samples > 1
+    if (options.serve or options.interactive) and of_a_prompt:
         raise InputError(
-            "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
+            "--serve and --interactive take no prompt, --num-samples, --compare, --html, --svg or"
+            " --json"
         )
+    if options.together != TOGETHER and not options.serve:
+        raise InputError("--together is for --serve: leave it out")
     if options.serve and options.interactive:
         raise InputError("give --serve or --interactive: one process does one of them")
     if options.svg and options.num_samples > 1:

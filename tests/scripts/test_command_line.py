@@ -121,6 +121,8 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["--serve", "0", "--together", "0"], "--together: must be from 1 to 65536, found 0"),
         (["--serve", "0", "--interactive"], "give --serve or --interactive"),
         (["a", "--serve", "0"], "--serve and --interactive take no prompt"),
+        (["--interactive", "--num-samples", "2"], "take no prompt, --num-samples, --compare"),
+        (["a", "--together", "2"], "--together is for --serve"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
