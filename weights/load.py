@@ -138,7 +138,9 @@ def load_model(
     with (
         torch.device("meta"),
         explaining(
-            f"the weights in {folder} are not those that its config.json describes", (RuntimeError,)
+            f"the weights in {folder} are not those that its config.json describes, fetch or export"
+            " both again",
+            (RuntimeError,),
         ),
     ):
         model = build(config)
