@@ -262,7 +262,7 @@ def write_plan(tmp_path: Path, value: Any) -> Path:
     ("value", "expected"),
     [
         (
-            {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "score": 1.2},
+            {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "dtype": "y"},
             DraftPlan(LayerPlan.skipping(4, [1, 3], [2]), 5, 0.6),
         ),
         ({"mlp": [0]}, DraftPlan(LayerPlan.skipping(4, [], [0]))),
@@ -320,6 +320,7 @@ def test_a_plan_is_read_as_it_was_written(
         ('{"attn": [], "threshold": NaN}', "threshold"),
         ([1, 2], "one object"),
         ({"attention": [1]}, "attn"),
+        ({"attn": [], "treshold": 0.6}, "the key 'treshold' is unknown"),
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
     ],
