@@ -29,7 +29,14 @@ from tests.peak import held_bytes
 from tests.ranks import part_of
 from tests.refusal import line_of, refusal
 from weights import load
-from weights.load import StoredTensor, load_model, model_folder, pick_dtype
+from weights.load import (
+    StoredTensor,
+    load_model,
+    model_fingerprint,
+    model_folder,
+    pick_dtype,
+    stored_tensors,
+)
 from weights.memory import estimate
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -256,6 +263,19 @@ def write_plan(tmp_path: Path, value: Any) -> Path:
     path = tmp_path / "plan.json"
     path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
     return path
+
+
+def test_another_tensor_makes_another_fingerprint(tmp_path: Path) -> None:
+    """Of a norm of 512 bytes in a file of 9 million, too."""
+    folder = Path(shutil.copytree(load.WEIGHTS / "tiny-llama", tmp_path / "model"))
+    found = {model_fingerprint(folder)}
+    for name in ("layers.3.input_layernorm.weight", "layers.3.mlp.up_proj.weight"):
+        tensor = stored_tensors(folder)[name]
+        with tensor.file.open("rb+") as file:
+            file.seek(tensor.offset)
+            file.write(bytes(2 * math.prod(tensor.shape)))
+        found.add(model_fingerprint(folder))
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(
