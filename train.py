@@ -186,6 +186,11 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
         (out / STATE).parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer(documents, options.vocab_size, out)
     tokenizer = Tokenizer(options.tokenizer or out)
+    own = Tokenizer(start) if start else tokenizer
+    if (own.pieces, own.special) != (tokenizer.pieces, tokenizer.special):
+        raise InputError(
+            f"{options.tokenizer} has another vocabulary than {start}: leave out --tokenizer"
+        )
     rows = rows_of(documents, tokenizer, options.context)
     if start:
         return load_model(start, torch.float32), *rows

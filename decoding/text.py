@@ -75,7 +75,6 @@ class Patterns:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.strings = [string.encode() for string in strings]
-        self.longest = max(map(len, self.strings), default=0)
 
     def completed(self, data: bytearray, new: int, floor: int = 0) -> int | None:
         """Offset of the pattern that ends first within the last ``new`` bytes, if any.
@@ -95,11 +94,13 @@ class Patterns:
         """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if
         there is none.
         """
-        for begin in range(max(floor, end - self.longest + 1), end):
-            tail = bytes(data[begin:end])
-            if any(string.startswith(tail) and string != tail for string in self.strings):
-                return begin
-        return end
+        first = end
+        for string in self.strings:
+            for begin in range(max(floor, end - len(string) + 1), first):
+                if string.startswith(bytes(data[begin:end])):
+                    first = begin
+                    break
+        return first
 
 
 def forced_places(allowed: Tensor | None) -> list[bool]:

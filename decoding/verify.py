@@ -66,7 +66,9 @@ def verify_by_race(
     drawn = randomness.draw_each(target_probs, place)
     if not len(drafted):  # plain decoding
         return torch.zeros_like(drawn[0]), drawn[0]
-    accepted = (drawn[:-1] == drafted).long().cumprod(0).sum()
+    # A row of zeros (no token is allowed, or the logits are non-finite) draws a meaningless token.
+    p_drafted = target_probs[:-1].gather(1, drafted[:, None])[:, 0]
+    accepted = p_drafted.logical_and(drawn[:-1] == drafted).cumprod(0).sum()
     return accepted, drawn.index_select(0, accepted[None])[0]
 
 

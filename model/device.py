@@ -24,6 +24,6 @@ def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
 
 def now(device: torch.device) -> float:
     """Seconds of a clock, read when the device has finished all its work."""
-    if device.type in ("cuda", "mps"):
+    if device.type == "cuda":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -64,13 +64,19 @@ OPTIONS: Groups = {
 
 @torch.inference_mode()
 def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: list[str]) -> float:
-    """Bits in which the model codes a byte of these documents, each read by itself."""
+    """Bits in which the model codes a byte of these documents, each read by itself, up to the
+    model's context.
+    """
     nats = 0.0
+    size = 0
     for document in documents:
-        tokens = torch.tensor([tokenizer.encode(document)[: model.max_positions]])
+        ids = tokenizer.encode(document)
+        not_coded = ids[:1] + ids[model.max_positions :]
+        size += len(document.encode()) - sum(map(len, map(tokenizer.token_bytes, not_coded)))
+        tokens = torch.tensor([ids[: model.max_positions]])
         logits = model(tokens[:, :-1]).float()
         nats += F.cross_entropy(logits[0], tokens[0, 1:], reduction="sum").item()
-    return nats / math.log(2) / sum(len(document.encode()) for document in documents)
+    return nats / math.log(2) / size
 
 
 def run(options: argparse.Namespace) -> None:

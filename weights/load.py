@@ -6,6 +6,7 @@ allocated, and loading takes the memory of the weights and of one stored tensor.
 
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ STORED_DTYPES = {
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-SAMPLES = 64  # of each weight file, for its fingerprint
+SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkpoints carry
 
@@ -142,7 +143,9 @@ def load_model(
     with (
         torch.device("meta"),
         explaining(
-            f"the weights in {folder} are not those that its config.json describes", (RuntimeError,)
+            f"the weights in {folder} are not those that its config.json describes, fetch or export"
+            " both again",
+            (RuntimeError,),
         ),
     ):
         model = build(config)
@@ -227,19 +230,20 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of the weights: 16 hex
+    """Hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of each tensor: 16 hex
     digits.
 
-    It is fast at any size, and differs after any training step. So a file made for one model is not
-    used with another.
+    It is fast at any size, and differs after any training step, also of one tensor. So a file made
+    for one model is not used with another.
     """
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
     stored = stored_tensors(folder)
     for name, tensor in sorted(stored.items()):
         digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-    for path in sorted({tensor.file for tensor in stored.values()}):
-        with path.open("rb") as file:
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        with tensor.file.open("rb") as file:
             for sample in range(SAMPLES):
-                file.seek(max(0, path.stat().st_size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+                begin = max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1)
+                file.seek(tensor.offset + begin)
+                digest.update(file.read(min(size, SAMPLE_BYTES)))
     return digest.hexdigest()[:16]

@@ -237,7 +237,7 @@ def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
         lambda cache: model_drafter(model, cache, plan),
         chosen.new_policy,
         chosen,
-        Preparation(preparing(setting, plan)),
+        Preparation(lambda: preparing(setting, plan)),
     )
 
 
@@ -348,7 +348,9 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     priors = {name: way.chosen.kept_share for name, way in ways.items() if way.chosen.kept_share}
     ways["lookup"] = lookup(options, setting)
     forced = ForcedTokens(model.vocab_size, model.device)  # an empty draft without constraints
-    preparation = Preparation(chain.from_iterable(way.preparation.pieces for way in ways.values()))
+    preparation = Preparation(
+        lambda: chain.from_iterable(way.preparation.begin() for way in ways.values())
+    )
     return Drafting(
         "chosen each round: " + "; ".join(way.name for way in ways.values()),
         lambda cache: BestOf(

@@ -38,6 +38,7 @@ from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 MOST = 1 << 16  # texts that can be asked for
+TOGETHER = 4  # texts that the server writes at once by default
 ON_OR_OFF = BooleanOptionalAction
 LIST = {"action": "append", "default": []}
 EPILOG = """kinds of draft:
@@ -211,7 +212,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--interactive": {**FLAG, "help": "hold a conversation, an answer to each line"},
         "--together": {
             "type": within(int, 1, MOST),
-            "default": 4,
+            "default": TOGETHER,
             "metavar": "N",
             "help": "most texts that --serve writes at once",
         },
@@ -373,12 +374,14 @@ def check_options(options: Namespace) -> None:
     for place in filter(None, (options.html, options.svg)):
         check_place(place)
     of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
-    has_prompt = any(map(vars(options).get, of_one_prompt))
+    has_prompt = any(map(vars(options).get, of_one_prompt)) or options.num_samples > 1
     if sum(map(bool, (has_prompt, options.interactive, options.serve))) > 1:
         raise InputError(
-            "--serve and --interactive stand alone: they take no prompt, --compare, --html, --svg"
-            " or --json"
+            "--serve and --interactive stand alone: they take no prompt, --num-samples, --compare,"
+            " --html, --svg or --json"
         )
+    if options.together != TOGETHER and not options.serve:
+        raise InputError("--together is for --serve: leave it out")
 
 
 class Request:

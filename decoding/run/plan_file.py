@@ -3,7 +3,7 @@
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
 "mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``,
 ``threshold``, ``kept_share``, and ``model``, the fingerprint of the model for which the plan was
-made. Other keys are ignored.
+made; and the provenance that a search writes.
 """
 
 import math
@@ -20,6 +20,16 @@ from weights.load import model_fingerprint
 GAMMA = 4  # tokens drafted per round by default
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
+READ = {*SUBLAYERS, "bits", "head_bits", "gamma", "threshold", "kept_share", "model"}
+PROVENANCE = {
+    "acceptance_rate",
+    "predicted_speedup",
+    "measured_speedup",
+    "sampling",
+    "dtype",
+    "machine",
+    "date",
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         raise InputError(
             f'{path}: a plan file holds one object like {{"attn": [3, 7], "mlp": [5]}}'
         )
+    for key in raw.keys() - READ - PROVENANCE:
+        raise InputError(f"{path}: the key {key!r:.80} is unknown: correct it, or leave it out")
 
     def check(fits: bool, key: str, wanted: str) -> None:
         if not fits:

@@ -110,11 +110,13 @@ class Session:
         """A new conversation, with a cache of its own; its ``system`` message is an option."""
         return Conversation(self, options)
 
-    def asked(self, given: dict[str, object]) -> TextOptions:
-        """The options of a call, with the session's where it gives none. Raises InputError."""
-        if fixed := [name for name in OF_THE_MODEL if name in given]:
-            raise InputError(f"{fixed[0]} is an option of load, not of a call")
-        options = merge_options(self.request.options, given)
+    def asked(self, *calls: dict[str, object]) -> TextOptions:
+        """The session's options, with those of each call in their place. Raises InputError."""
+        options = self.request.options
+        for given in calls:
+            if fixed := [name for name in OF_THE_MODEL if name in given]:
+                raise InputError(f"{fixed[0]} is an option of load, not of a call")
+            options = merge_options(options, given)
         return self.request.text_options(read_grammar_files(options))
 
     def task(
@@ -192,7 +194,7 @@ class Conversation:
         """The model's answer in pieces; of one that is not read to its end, those so far stay."""
         session = self.session
         session.streaming.close()
-        asked = session.asked(self.options | options)
+        asked = session.asked(self.options, options)
         messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]
         ids, answers = conversation(session.tokenizer, messages, asked.schema)
         if self.writer is None:
@@ -210,6 +212,7 @@ class Conversation:
 
     def forget(self) -> None:
         """Forget the oldest turn of the user, if any, with its answer."""
+        self.session.streaming.close()  # an answer that is not read to its end is kept then
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         begin, end = [*users, len(self.messages), len(self.messages)][:2]
         del self.messages[begin:end]

@@ -204,7 +204,8 @@ class Scheduler:
         """
         call = task.call
         reads_all = call.cache is task.slot.cache and not call.start and not task.answers
-        if not (reads_all and self.model.batches_calls):
+        # one token has no entries, and its draft may read forced tokens from position 0 on
+        if not (reads_all and len(task.text) > 1 and self.model.batches_calls):
             return None
         same = (
             slot.cache

@@ -41,17 +41,24 @@ Reader = Callable[[Round, float], None]  # called with each round and the second
 @dataclass
 class Preparation:
     """Work before a model can draft, in pieces that may be done between the rounds of a text: its
-    low-bit copies are read, or made.
+    low-bit copies are read, or made. After an error, such as Ctrl-C, ``begin`` begins the rest.
     """
 
-    pieces: Iterator[None]
+    begin: Callable[[], Iterator[None]] = lambda: iter(())
     is_done: bool = False
+
+    def __post_init__(self) -> None:
+        self.pieces = self.begin()
 
     def work(self, seconds: float = math.inf) -> None:
         """Do pieces for this long, or until none is left; at least one."""
         end = perf_counter() + seconds
         while not self.is_done:
-            self.is_done = next(self.pieces, self) is self
+            try:
+                self.is_done = next(self.pieces, self) is self
+            except BaseException:  # which would be the iterator's end
+                self.pieces = self.begin()
+                raise
             if perf_counter() >= end:
                 return
 
@@ -70,7 +77,7 @@ class Drafting:
     new_drafter: Callable[[KVCache], Drafter]
     new_policy: Callable[[], Policy] = lambda: FixedLength(GAMMA)
     chosen: DraftPlan | None = None
-    preparation: Preparation = field(default_factory=lambda: Preparation(iter(())))
+    preparation: Preparation = field(default_factory=Preparation)
     past: Past = field(default_factory=Past)
 
     @property

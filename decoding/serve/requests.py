@@ -48,6 +48,7 @@ OPTIONS = {field.name for field in fields(SamplingParams)} | {
 # Longest sources in characters. Thousands of Lark rules that each name the next overflow the stack
 # of llguidance, which ends the process.
 MAX_SOURCE = {"json_schema": 1 << 16, "regex": 1 << 16, "grammar": 1 << 13}
+MOST_SEARCHED = 1 << 13  # characters of stop or ban: each is searched for after each token
 MASK_SECONDS = 1.0  # longest that the masks of a text may take in all
 # Fields of OpenAI's API that have no effect here, and values of others that change nothing.
 UNUSED = {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"}
@@ -321,6 +322,9 @@ class RequestReader:
                 )
             given["bits"] = self.bits if kind == "lowbit" else None
         options = merge_options(known, given)
+        for name in ("stop", "ban"):
+            if len("".join(given.get(name, []))) > MOST_SEARCHED:
+                raise HTTPException(400, f"{name} must have at most {MOST_SEARCHED} characters")
         if given.get("gamma", 0) > MAX_GAMMA:
             raise HTTPException(400, f"gamma must be at most {MAX_GAMMA}, found {options.gamma}")
         return options

@@ -34,7 +34,7 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
     unchanged; a line on stderr says so if only Numba is missing. Elsewhere the model is changed too
     (its ``attend`` and ``twins``): it reads prompts and rounds weights by faster functions.
     """
-    if model.device.type == "mps" or not compiled:
+    if not compiled:
         return model
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder

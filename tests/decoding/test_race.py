@@ -158,11 +158,16 @@ def test_the_hash_is_splitmix64() -> None:
 
 
 def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where u = 1 throughout, of which every E is 0."""
+    """Also where u = 1 throughout, of which every E is 0. Where none is possible, none is accepted,
+    not even the token that such a row draws.
+    """
     first, of_zeros = race(torch.tensor([[0.0, 0.5, 0.5], [0.0] * 3]), torch.zeros(2, 3)).tolist()
     assert first == 1 and of_zeros in range(3)
     assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
-    assert KeyedRandomness(0).draw(torch.zeros(4), Place(1)).item() in range(4)
+    zeros, drawn = torch.zeros(2, 4), KeyedRandomness(0).draw(torch.zeros(4), Place(1))
+    assert drawn.item() in range(4)
+    drafted = zeros[1:], drawn[None]
+    assert verify.verify_by_race(zeros, *drafted, KeyedRandomness(0), Place(1))[0] == 0
     monkeypatch.setattr("decoding.randomness.hashed", lambda counters: counters * 0 - 1)
     kept = "decoding.randomness.all_exponentials"
     monkeypatch.setattr(kept, all_exponentials.__wrapped__)

@@ -109,6 +109,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["a", "--device", "meta"], "device 'meta' is not there"),
+        (["a", "--device", "mps"], "mps cannot compute in float64: give --device cpu"),
         (["a", "--chat"], "no chat template"),
         (["a", "--system", "s"], "--system needs a chat"),
         (["a " * 300], "shorten the prompt"),
@@ -118,6 +119,8 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["--serve", "0", "--together", "0"], "--together: must be from 1 to 65536, found 0"),
         (["--serve", "0", "--interactive"], "--serve and --interactive stand alone"),
         (["a", "--serve", "0"], "--serve and --interactive stand alone"),
+        (["--interactive", "--num-samples", "2"], "take no prompt, --num-samples, --compare"),
+        (["a", "--together", "2"], "--together is for --serve"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )

@@ -197,6 +197,10 @@ def one_line(capsys: Any) -> str:
         ({"data": "nowhere.txt"}, "nowhere.txt cannot be read"),
         ({"data": "same.jsonl"}, "1 different documents, with "),
         ({"config": "nowhere.json"}, "nowhere.json cannot be read"),
+        (
+            {"config": None, "start_from": "tiny-llama", "tokenizer": "small-llama"},
+            "tiny-llama: leave out --tokenizer",
+        ),
         ({"out": "text.jsonl"}, "text.jsonl"),
     ],
 )

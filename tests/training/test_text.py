@@ -155,16 +155,22 @@ def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(learnt
 def test_each_token_costs_the_logarithm_of_the_vocabulary_under_a_model_that_knows_nothing(
     tmp_path: Path,
 ) -> None:
+    """Of all but a document's first token. Of a document that is longer than the context, its
+    beginning is read.
+    """
     folder = write_folder(tmp_path / "model", LLAMA)
     model = load_model(folder, torch.float32)
     with torch.no_grad():
         model.embed_tokens.weight.zero_()
     tokenizer = Tokenizer(folder)
     documents = ["the tin hen", "naïve"]
-    coded = sum(len(tokenizer.encode(each)) - 1 for each in documents)
-    size = sum(len(each.encode()) for each in documents)
-    expected = coded * torch.tensor(VOCAB_SIZE).log2().item() / size
+    coded = [tokenizer.encode(each)[1:] for each in documents]
+    size = sum(len(tokenizer.token_bytes(token)) for tokens in coded for token in tokens)
+    expected = sum(map(len, coded)) * torch.tensor(VOCAB_SIZE).log2().item() / size
     assert bits_per_byte(model, tokenizer, documents) == pytest.approx(expected)
+    model.max_positions = len(tokenizer.encode(documents[0]))
+    short, long = (bits_per_byte(model, tokenizer, [documents[0] * n]) for n in (1, 9))
+    assert long == pytest.approx(short, rel=0.1)
 
 
 def test_text_without_a_held_out_document_is_refused(

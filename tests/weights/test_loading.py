@@ -29,7 +29,14 @@ from tests.peak import held_bytes
 from tests.ranks import part_of
 from tests.refusal import line_of, refusal
 from weights import load
-from weights.load import StoredTensor, load_model, model_folder, pick_dtype
+from weights.load import (
+    StoredTensor,
+    load_model,
+    model_fingerprint,
+    model_folder,
+    pick_dtype,
+    stored_tensors,
+)
 from weights.memory import estimate
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -104,7 +111,8 @@ def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
     assert_holds(load_model(folder), state, torch.float32)
     first, second, _ = sorted(folder.glob("*.safetensors"))
     second.unlink()
-    assert "Missing key" in refusal(load_model, folder)
+    said = refusal(load_model, folder)
+    assert "fetch or export both again" in said and "Missing key" in said
     first.unlink()
     assert "embed_tokens.weight is missing: fetch the whole" in refusal(load_model, folder)
 
@@ -247,11 +255,24 @@ def write_plan(tmp_path: Path, value: Any) -> Path:
     return path
 
 
+def test_another_tensor_makes_another_fingerprint(tmp_path: Path) -> None:
+    """Of a norm of 512 bytes in a file of 9 million, too."""
+    folder = Path(shutil.copytree(load.WEIGHTS / "tiny-llama", tmp_path / "model"))
+    found = {model_fingerprint(folder)}
+    for name in ("layers.3.input_layernorm.weight", "layers.3.mlp.up_proj.weight"):
+        tensor = stored_tensors(folder)[name]
+        with tensor.file.open("rb+") as file:
+            file.seek(tensor.offset)
+            file.write(bytes(2 * math.prod(tensor.shape)))
+        found.add(model_fingerprint(folder))
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
         (
-            {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "score": 1.2},
+            {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "dtype": "y"},
             DraftPlan(LayerPlan.skipping(4, [1, 3], [2]), 5, 0.6),
         ),
         ({"mlp": [0]}, DraftPlan(LayerPlan.skipping(4, [], [0]))),
@@ -309,6 +330,7 @@ def test_a_plan_is_read_as_it_was_written(
         ('{"attn": [], "threshold": NaN}', "threshold"),
         ([1, 2], "one object"),
         ({"attention": [1]}, "attn"),
+        ({"attn": [], "treshold": 0.6}, "the key 'treshold' is unknown"),
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
     ],

@@ -4,7 +4,6 @@ refusal.
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,14 +181,3 @@ def test_an_untested_platform_is_said(
     monkeypatch.setattr("platform.system", lambda: name)
     said = f"[untested: {name} with device cpu]\n" if name != "Linux" else ""
     assert pick_device("cpu") == CPU and capsys.readouterr().err == said
-
-
-def test_mps_runs_the_readable_blocks_where_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The device itself was never tried."""
-    monkeypatch.setattr("cli.device.torch.empty", lambda *_, **__: None)
-    assert pick_device(None).type != "mps"
-    assert pick_device("mps").type == "mps" and "with device mps" in capsys.readouterr().err
-    model = SimpleNamespace(device=torch.device("mps"))
-    assert accelerate(model) is model

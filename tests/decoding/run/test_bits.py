@@ -248,11 +248,17 @@ def test_a_text_that_no_draft_can_change_begins_before_the_copies_are_made(
 
 
 def test_a_text_under_the_ratio_rule_waits_for_the_copies(
-    model: Decoder, tokenizer: Tokenizer
+    model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A text after Ctrl-C too."""
     drafting, writer = drafting_and_writer(model, tokenizer)
-    writer.write(writer.new_text(Rules(2)), drafting, SamplingParams(1.0), Coupling("ratio", 0))
-    assert drafting.preparation.is_done
+    how = drafting, SamplingParams(1.0), Coupling("ratio", 0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model, "make_copy", Mock(side_effect=KeyboardInterrupt))
+        writer.write(writer.new_text(Rules(2)), *how)
+    assert not drafting.preparation.is_done
+    writer.write(writer.new_text(Rules(2)), *how)
+    assert drafting.preparation.is_done and not model.missing_copies(drafting.plan)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_another_draft_comes_without_the_session_s_options_of_drafting(session: 
     given = merge_options(exits, {"draft": "lookup"})
     assert given.exit_layer is None and given.gamma is None
     assert merge_options(exits, {"draft": "exit"}).exit_layer == 3
+    session.chat(draft="exit", exit_layer=3).say(FOX, draft="lookup")
     lark = merge_options(exits, {"grammar": "g"})
     assert merge_options(lark, {"regex": "a"}).grammar is None
 
@@ -166,6 +167,10 @@ def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far(session: Session) 
     pieces.close()
     assert chat.messages[-1]["content"].startswith(begun) and chat.sample.finish == "interrupted"
     assert chat.say("Go on.").finish == "length"
+    next(chat.stream("Who was it?"))
+    chat.forget(3)
+    chat.say("Hello")
+    assert [each["content"] for each in chat.messages[::2]] == ["Hello"]
 
 
 @pytest.mark.parametrize(

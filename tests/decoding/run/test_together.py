@@ -272,6 +272,19 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
         assert 2 in model.widths
 
 
+def test_a_draft_that_reads_many_forced_tokens_after_one_of_prompt_is_no_prompt() -> None:
+    """A copy of its entries, of which there are none, would be asked for again for ever."""
+
+    def force(tokens: Sequence[int]) -> Tensor | None:
+        return torch.arange(VOCAB) == 5 if len(tokens) < 20 else None
+
+    model = MODELS["bfloat16"]
+    wish = Wish([1], Rules(24, constraints=[force]), "exit", params=SamplingParams())
+    drafting = replace(wish.drafting(model), new_policy=lambda: FixedLength(22))
+    Scheduler(model, CAPACITY, 2).write_all([task := wish.task(model, drafting)])
+    assert outcome(task.text) == alone(model, wish)
+
+
 def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []

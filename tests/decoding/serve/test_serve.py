@@ -189,6 +189,7 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "temperature must be a number, found '0.7'",
     ),
     "no list of strings": (texts(stop=["a", 3]), 400, "stop", "stop must be a list of strings"),
+    "too long bans": (texts(ban=["a", "b" * 8192]), 400, "ban", "ban must have at most 8192 char"),
     "too long a draft": (texts(gamma=33), 400, "gamma", "gamma must be at most 32, found 33"),
     "no file of the server": (texts(plan="p.json"), 400, "plan", "plan: it is not supported"),
     "probabilities": (
