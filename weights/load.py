@@ -6,7 +6,6 @@ allocated, and loading takes the memory of the weights and of one stored tensor.
 
 import hashlib
 import json
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -240,10 +239,9 @@ def model_fingerprint(folder: Path) -> str:
     stored = stored_tensors(folder)
     for name, tensor in sorted(stored.items()):
         digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-        size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        with tensor.file.open("rb") as file:
-            for sample in range(SAMPLES):
-                begin = max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1)
-                file.seek(tensor.offset + begin)
-                digest.update(file.read(min(size, SAMPLE_BYTES)))
+        with safe_open(tensor.file, framework="pt") as file:
+            stored_bytes = bytes_of(file.get_tensor(tensor.name))  # mapped
+        for sample in range(SAMPLES):
+            begin = max(0, len(stored_bytes) - SAMPLE_BYTES) * sample // (SAMPLES - 1)
+            digest.update(stored_bytes[begin : begin + SAMPLE_BYTES])
     return digest.hexdigest()[:16]

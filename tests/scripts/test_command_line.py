@@ -104,7 +104,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["--serve", "0", "--svg", "a.svg"], "--serve and --interactive stand alone"),
         (["a", "--draft", "own.py:"], "no draft is called 'own.py:': give auto, "),
         (["a", "--draft", "/no/own.py:Class"], "FileNotFoundError"),
-        (["a", "--html", ""], "the name of a file to write is empty"),
+        (["a", "--html", ""], ". is a folder or a device: name another file"),
         (["a", "--draft", "model"], "--draft model needs --draft-model DIR"),
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
