@@ -168,7 +168,8 @@ def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far(session: Session) 
     assert chat.messages[-1]["content"].startswith(begun) and chat.sample.finish == "interrupted"
     assert chat.say("Go on.").finish == "length"
     next(chat.stream("Who was it?"))
-    chat.forget(3)
+    for _ in range(3):
+        chat.forget()
     chat.say("Hello")
     assert [each["content"] for each in chat.messages[::2]] == ["Hello"]
 
