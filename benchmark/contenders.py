@@ -66,9 +66,8 @@ class Bench:
         drafts = {name: way for name, way in self.drafts.items() if name + ADAPTIVE in self.drafts}
         prompts = [ids for _, ids in self.prompts]
         longest = LONGEST_VERIFICATION - 1
-        verify, steps = measure_costs(self.setting, prompts, list(drafts.values()), longest)
-        costs = zip(("lookup", *drafts), (0.0, *steps), strict=True)
-        return {name: CostTable(step, verify) for name, step in costs}
+        tables = measure_costs(self.setting, prompts, list(drafts.values()), longest)
+        return dict(zip(("lookup", *drafts), tables, strict=True))
 
 
 def decode(

@@ -21,7 +21,7 @@ from decoding.text import Rules
 from decoding.verify import Coupling
 from model import LayerPlan
 from search.acceptance import Calibration
-from search.costs import CostTable, SublayerCosts, measure_costs, turns
+from search.costs import SublayerCosts, measure_costs, turns
 from search.prediction import Prediction, predict, predict_plan
 from search.texts import Continuation
 
@@ -73,19 +73,19 @@ def confirm(
     for draft in drafts:
         draft.preparation.work()
     prompts = [text.prompt for text in held_out]
-    verify, steps = measure_costs(setting, prompts, drafts)
+    _, *costs = measure_costs(setting, prompts, drafts)
     ways = [plain(setting.model), *drafts]
     (plain_speed, _), *found = decode_in_turns(setting, ways, prompts, rules, coupling)
     calibration = Calibration(setting, held_out, max(plan.gamma for plan in plans))
     confirmed = []
-    for plan, step, (speed, accepted) in zip(plans, steps, found, strict=True):
+    for plan, table, (speed, accepted) in zip(plans, costs, found, strict=True):
         acceptance = calibration.acceptance(plan.plan)
-        expected = predict(acceptance, CostTable(step, verify), [plan.gamma], [plan.threshold])
+        expected = predict(acceptance, table, [plan.gamma], [plan.threshold])
         row = {
             "plan": plan_in_words(plan.plan),
             "γ": plan.gamma,
             "threshold": plan.threshold,
-            "draft step": step,
+            "draft step": table.draft,
             "speed-up": speed / plain_speed,
             "predicted": expected.speedup,
             "accepted": accepted,

@@ -8,8 +8,9 @@ other, since a round after one of another kind finds other weights in the proces
 mean is taken, not the fastest round, because a text has slow rounds too.
 
 An example: plain rounds take 10 ms, rounds that verify a draft of four tokens 12 ms, and rounds
-that make this draft as well 20 ms. Then verify[4] = 12 / 10 = 1.2, and a draft step costs
-(20 - 12) / 10 / 4 = 0.2.
+that make this draft as well 21 ms. Of drafts of one token these are 11 and 14 ms. So the first
+draft step takes 3 ms and the three others 6. Then verify[4] = 12 / 10 = 1.2, a draft step costs 0.2
+and the first one 0.1 more: the pass before it has left other weights in the caches.
 
 A search needs the costs of many more plans than it can measure. So it measures a few, and computes
 the cost of each sublayer from them (``measure_sublayers``).
@@ -48,7 +49,8 @@ class CostTable:
     """Costs of a draft in plain rounds.
 
     ``draft``: one draft step. ``verify[k]``: a round that verifies a draft of k tokens, without its
-    draft steps; verify[0], a round without a draft, is 1 by definition. ``confidence``: of a draft
+    draft steps, but with the part of a first step that others do not have; verify[0], a round
+    without a draft, is 1 by definition. ``confidence``: of a draft
     step under a threshold, which reads the confidence of the drafted token, the part that ``draft``
     does not contain.
     """
@@ -58,7 +60,9 @@ class CostTable:
     confidence: float = 0.0
 
     def of_round(self, drafted: int) -> float:
-        """Cost of a round that drafts this number of tokens: 4 · 0.2 + 1.2 = 2 in the example."""
+        """Cost of a round that drafts this number of tokens: 4 · 0.2 + 1.2 = 2 for copies that cost
+        0.2 each.
+        """
         return drafted * self.draft + self.verify[drafted]
 
 
@@ -68,8 +72,8 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
     3.8).
 
     A round writes 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) expected tokens (equation 1). For
-    α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36, and with the round of cost 2
-    in the example the speed-up is 1.68.
+    α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36, and with a round of
+    cost 2 the speed-up is 1.68.
     """
     tokens = sum(acceptance**kept for kept in range(length + 1))
     return tokens / costs.of_round(length)
@@ -107,12 +111,12 @@ def measure_costs(
     prompts: Sequence[Sequence[int]],
     drafts: Sequence[Drafting],
     longest: int = LONGEST_DRAFT,
-) -> tuple[tuple[float, ...], list[float]]:
-    """Costs of verification, up to ``longest`` drafted tokens or the longest of these drafts, and
-    of a step of each draft: the ``verify`` and the ``draft`` of cost tables.
+) -> list[CostTable]:
+    """Costs of drafts that are known, up to ``longest`` tokens or the longest of these drafts, and
+    those of each draft.
 
-    Each draft is made by a model, and measured in rounds of its full length. The texts follow the
-    prompts, another one each turn, so that costs are those of their contexts.
+    Each draft is made by a model, and measured in rounds of one token and of its full length. The
+    texts follow the prompts, another one each turn, so that costs are those of their contexts.
     """
     model = setting.model
     lengths = [draft.new_policy().gamma for draft in drafts]
@@ -128,31 +132,38 @@ def measure_costs(
         for n in range(1, longest + 1)
     ]
     ways += [
-        (at_full_length(draft), ROUNDS * (length + 1))
+        (at_length(draft, each), ROUNDS * (each + 1))
         for draft, length in zip(drafts, lengths, strict=True)
+        for each in (1, length)
     ]
     ratios = []
     for turn in turns():
         writer.begin(prompts[turn % len(prompts)])
+        write_timed(writer, setting, writer.plain, tokens)  # slower, behind the prompt
         # the plain text is the draft of the rounds that measure verification
         plain_text.known, plain = write_timed(writer, setting, writer.plain, tokens)
         ratios.append([write_timed(writer, setting, way, count)[1] / plain for way, count in ways])
     # the first turn warms up
     medians = [statistics.median(each) for each in zip(*ratios[1:], strict=True)]
     verify = (1.0, *medians[:longest])
-    steps = [
-        max(0.0, (cost - verify[length]) / length)
-        for cost, length in zip(medians[longest:], lengths, strict=True)
-    ]
-    return verify, steps
+    tables = [CostTable(0.0, verify)]
+    of_drafts = zip(medians[longest::2], medians[longest + 1 :: 2], lengths, strict=True)
+    for of_one, of_all, length in of_drafts:
+        first = max(0.0, of_one - verify[1])
+        others = max(0.0, of_all - verify[length] - first)
+        step = others / (length - 1) if length > 1 else first
+        more = max(0.0, first - step)
+        tables.append(CostTable(step, (1.0, *(more + each for each in verify[1:]))))
+    return tables
 
 
-def at_full_length(draft: Drafting) -> Drafting:
-    """The draft without an early end, which still reads each confidence where its policy does."""
-    policy = draft.new_policy()
+def at_length(draft: Drafting, length: int) -> Drafting:
+    """The draft with all of ``length`` tokens, which still reads each confidence where its policy
+    does.
+    """
     reading = partial(AdaptiveExit, 0.0, step=0.0)
-    of_length = reading if policy.reads_draft_confidence else FixedLength
-    return replace(draft, new_policy=partial(of_length, policy.gamma))
+    of_length = reading if draft.new_policy().reads_draft_confidence else FixedLength
+    return replace(draft, new_policy=partial(of_length, length))
 
 
 def write_timed(
@@ -239,12 +250,14 @@ def measure_sublayers(
     # shows best.
     drafts.append(drafting_under(setting, DraftPlan(plans[0], threshold=1.0)))
     prompts = [text.prompt for text in texts]
-    verify, (*steps, with_confidence) = measure_costs(setting, prompts, drafts)
+    known, *tables, with_confidence = measure_costs(setting, prompts, drafts)
     names = sorted(set().union(*map(parts_of, plans)))
     parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
+    steps = [table.draft for table in tables]
     solution = np.linalg.lstsq(parts_in_plans, steps, rcond=None)[0].clip(min=0)
+    more = statistics.median(table.verify[1] - known.verify[1] for table in tables)
     return SublayerCosts(
         parts=dict(zip(names, solution.tolist(), strict=True)),
-        confidence=max(0.0, with_confidence - steps[0]),
-        verify=verify,
+        confidence=max(0.0, with_confidence.draft - steps[0]),
+        verify=(1.0, *(more + each for each in known.verify[1:])),
     )

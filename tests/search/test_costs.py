@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from decoding.policies import AdaptiveExit
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan
-from decoding.run.writer import Writer
+from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -60,9 +60,10 @@ def test_costs_are_in_units_of_a_plain_round(
     exit_1 = LayerPlan.early_exit(3, 1)
     chosen = [DraftPlan(exit_1, 3), DraftPlan(exit_1, 2, 1.0)]  # the second would stop at once
     drafts = [drafting_under(setting, each) for each in chosen]
-    verify, steps = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
-    assert verify == (1.0, 2.0, 3.0, 4.0)
-    assert steps == pytest.approx([1 / 3, 1 / 3])
+    known, *tables = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
+    assert known == CostTable(0.0, (1.0, 2.0, 3.0, 4.0))
+    for table in tables:
+        assert table.draft == pytest.approx(1 / 3) and table.verify == pytest.approx(known.verify)
 
 
 def test_rounds_of_full_length_still_read_confidences_where_their_policy_does(
@@ -88,7 +89,23 @@ def test_a_disturbed_turn_does_not_change_a_cost(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(costs_module, "write_timed", scripted)
     found = measure_costs(setting_of(tiny_model("llama")), [(1, 2)], [], longest=1)
-    assert found == ((1.0, 2.0), [])
+    assert found == [CostTable(0.0, (1.0, 2.0))]
+
+
+@pytest.mark.usefixtures("work")
+def test_a_first_draft_step_may_cost_more_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of the module: 3 ms, and 2 ms for each of three others."""
+    seconds = {"known": [11, 11.5, 12, 12], "plan": [14, 0, 0, 21], "plain": [10]}
+
+    def scripted(_: object, __: object, way: Drafting, ___: object) -> tuple[list[int], float]:
+        return [], seconds[way.name][way.new_policy().gamma - 1]
+
+    monkeypatch.setattr(costs_module, "write_timed", scripted)
+    setting = setting_of(tiny_model("llama"))
+    draft = drafting_under(setting, DraftPlan(LayerPlan.early_exit(3, 1), 4))
+    _, table = measure_costs(setting, [(1, 2)], [draft], longest=4)
+    assert table.draft == pytest.approx(0.2)
+    assert table.verify == pytest.approx((1.0, 1.2, 1.25, 1.3, 1.3))
 
 
 def test_prompts_take_turns_and_are_cut_to_the_context(

@@ -6,6 +6,7 @@ import json
 import operator
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ from model import FULL, LOW_BITS, Decoder, LayerPlan
 from search import __main__ as command
 from search.acceptance import Calibration
 from search.confirm import confirm, is_exit, plans_to_confirm
-from search.costs import SublayerCosts, measure_sublayers
+from search.costs import CostTable, SublayerCosts, measure_sublayers
 from search.prediction import Prediction, plot_plans, predict_plan
 from search.study import (
     NAME,
@@ -114,8 +115,13 @@ def test_sublayer_costs_are_solved_from_the_costs_of_plans(monkeypatch: pytest.M
     def known(setting: Setting, prompts: object, drafts: Sequence[Drafting]) -> object:
         reading = [draft.new_policy().reads_draft_confidence for draft in drafts]
         assert reading == [False] * (len(drafts) - 1) + [True]
-        *steps, last = [COSTS.table(draft.plan).draft for draft in drafts]
-        return COSTS.verify, [*steps, last + COSTS.confidence]
+        *tables, last = [COSTS.table(draft.plan) for draft in drafts]
+        confident = replace(last, draft=last.draft + COSTS.confidence)
+        return [
+            CostTable(0.0, (1.0, *(each - 0.1 for each in COSTS.verify[1:]))),
+            *tables,
+            confident,
+        ]
 
     monkeypatch.setattr("search.costs.measure_costs", known)
     setting = setting_of(tiny_model("llama", vocab=7, layers=4))
@@ -123,7 +129,8 @@ def test_sublayer_costs_are_solved_from_the_costs_of_plans(monkeypatch: pytest.M
         found = measure_sublayers(setting, WRITTEN, bits)
         parts = {name: cost for name, cost in PARTS.items() if int(name.split()[1]) in bits}
         assert found.parts == pytest.approx(parts)
-        assert found.confidence == pytest.approx(COSTS.confidence) and found.verify == COSTS.verify
+        assert found.confidence == pytest.approx(COSTS.confidence)
+        assert found.verify == pytest.approx(COSTS.verify)
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
