@@ -28,7 +28,6 @@ SKIPPED = {  # beginnings of commands that are not run, and why
     "python -m tests.mutants": "make test runs every mutant",
     "torchrun": "make test starts such processes itself",
     "python -m benchmark --off-grid": "making the copy takes minutes",
-    "python -m benchmark --exit-layer 24 --against": "it needs llama-cpp-python and a GGUF file",
 }
 SAMPLE = "training/sample/stories.jsonl"
 # What comes after a command to make it short; argparse takes the last value that is given.
