@@ -11,6 +11,7 @@ MOST_TURNS = 20
 # below this number of tokens, or of seconds of all turns, noise is larger than the difference
 FEW_TOKENS = 48
 SHORT = 0.5
+UNSTEADY = 2.0  # ratio of the largest speed-up to the smallest, from which a line warns
 
 
 def comparison(writer: Writer, task: Task) -> str:
@@ -37,6 +38,8 @@ def comparison(writer: Writer, task: Task) -> str:
     spread = f"medians of {len(turns)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
     drafted_speed = median(drafted.speed for drafted, _ in turns)
     plain_speed = median(plain.speed for _, plain in turns)
+    if max(ratios) > UNSTEADY * min(ratios):
+        spread += "; the turns differ much: compare again on an idle machine"
     return (
         f"[{median(ratios):.2f} times plain decoding, {drafted_speed:.1f} against"
         f" {plain_speed:.1f} tokens/s"

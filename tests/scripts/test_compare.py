@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,6 +105,15 @@ def test_speeds_are_compared_unless_the_text_is_too_short(
     speeds += f" (medians of {turns} turns, 1.00-1.00)"
     short = f"[same text; too short to compare speeds: {tokens} tokens]"
     assert compared() == (f"[{speeds}, same text]" if turns else short)
+
+
+def test_turns_that_disagree_are_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each text takes longer than the one before it."""
+    ticks = accumulate(count(step=1.0))
+    monkeypatch.setattr(writer, "now", lambda device: next(ticks))
+    _, compared = idly_written(model, 48)
+    monkeypatch.setattr("decoding.run.compare.UNSTEADY", 1.01)
+    assert "the turns differ much: compare again on an idle machine" in compared()
 
 
 def test_under_the_ratio_rule_the_same_law_is_promised_not_the_same_text(
