@@ -60,7 +60,11 @@ def costs_section(bench: Bench) -> list[Row]:
         for n, cost in enumerate(bench.costs["lookup"].verify, start=1)
     ]
     return verifications + [
-        {"step": f"draft step, {name}", "plain rounds": costs.draft}
+        {
+            "step": f"draft step, {name}",
+            "plain rounds": costs.draft,
+            "more in the first step": costs.first,
+        }
         for name, costs in bench.costs.items()
         if name != "lookup"
     ]

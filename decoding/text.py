@@ -96,10 +96,11 @@ class Patterns:
         """
         first = end
         for string in self.strings:
-            for begin in range(max(floor, end - len(string) + 1), first):
-                if string.startswith(bytes(data[begin:end])):
-                    first = begin
-                    break
+            begin = data.find(string[:1], max(floor, end - len(string) + 1), first)
+            while begin >= 0 and not string.startswith(data[begin:end]):
+                begin = data.find(string[:1], begin + 1, first)
+            if begin >= 0:
+                first = begin
         return first
 
 

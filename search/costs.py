@@ -48,22 +48,23 @@ PATIENCE = 10.0  # seconds after which no turn begins beyond the least
 class CostTable:
     """Costs of a draft in plain rounds.
 
-    ``draft``: one draft step. ``verify[k]``: a round that verifies a draft of k tokens, without its
-    draft steps, but with the part of a first step that others do not have; verify[0], a round
-    without a draft, is 1 by definition. ``confidence``: of a draft
-    step under a threshold, which reads the confidence of the drafted token, the part that ``draft``
-    does not contain.
+    ``draft``: one draft step; ``first``: what the first step of a round costs more. ``verify[k]``:
+    a round that verifies a draft of k tokens, without its draft steps; verify[0], a round without a
+    draft, is 1 by definition. ``confidence``: of a draft step under a threshold, which reads the
+    confidence of the drafted token, the part that ``draft`` does not contain.
     """
 
     draft: float
     verify: Sequence[float]
     confidence: float = 0.0
+    first: float = 0.0
 
     def of_round(self, drafted: int) -> float:
-        """Cost of a round that drafts this number of tokens: 4 · 0.2 + 1.2 = 2 for copies that cost
-        0.2 each.
+        """Cost of a round that drafts this number of tokens: 4 · 0.2 + 0.1 + 1.2 = 2.1 in the
+        example.
         """
-        return drafted * self.draft + self.verify[drafted]
+        first = self.first if drafted else 0.0
+        return drafted * self.draft + first + self.verify[drafted]
 
 
 def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float:
@@ -72,8 +73,8 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
     3.8).
 
     A round writes 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) expected tokens (equation 1). For
-    α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36, and with a round of
-    cost 2 the speed-up is 1.68.
+    α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36, and with the round
+    of cost 2.1 in the example the speed-up is 1.6.
     """
     tokens = sum(acceptance**kept for kept in range(length + 1))
     return tokens / costs.of_round(length)
@@ -152,8 +153,7 @@ def measure_costs(
         first = max(0.0, of_one - verify[1])
         others = max(0.0, of_all - verify[length] - first)
         step = others / (length - 1) if length > 1 else first
-        more = max(0.0, first - step)
-        tables.append(CostTable(step, (1.0, *(more + each for each in verify[1:]))))
+        tables.append(CostTable(step, verify, first=max(0.0, first - step)))
     return tables
 
 
@@ -189,17 +189,18 @@ class SublayerCosts:
     of plain decoding.
 
     ``parts``: by the names of ``parts_of``. The head's holds all that every draft step does:
-    embedding, head, distribution, draw. ``confidence`` and ``verify`` as in CostTable.
+    embedding, head, distribution, draw. The others as in CostTable.
     """
 
     parts: Mapping[str, float]
     confidence: float
     verify: Sequence[float]
+    first: float = 0.0
 
     def table(self, plan: LayerPlan) -> CostTable:
         """Costs of drafts under ``plan``."""
         draft = sum(count * self.parts[part] for part, count in parts_of(plan).items())
-        return CostTable(draft, self.verify, self.confidence)
+        return CostTable(draft, self.verify, self.confidence, self.first)
 
 
 def parts_of(plan: LayerPlan) -> Counter[str]:
@@ -255,9 +256,9 @@ def measure_sublayers(
     parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
     steps = [table.draft for table in tables]
     solution = np.linalg.lstsq(parts_in_plans, steps, rcond=None)[0].clip(min=0)
-    more = statistics.median(table.verify[1] - known.verify[1] for table in tables)
     return SublayerCosts(
         parts=dict(zip(names, solution.tolist(), strict=True)),
         confidence=max(0.0, with_confidence.draft - steps[0]),
-        verify=(1.0, *(more + each for each in known.verify[1:])),
+        verify=known.verify,
+        first=statistics.median(table.first for table in tables),
     )

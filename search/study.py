@@ -44,7 +44,6 @@ SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
     "random": optuna.samplers.RandomSampler,
 }
 THINNED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # shares of the sublayers that the first plans skip
-EXITS = (0.25, 0.4, 0.5, 0.75, 0.9)  # shares of the layers that the first exits in low bits run
 NAME = "layer plan"
 HEAD = "head"
 
@@ -166,21 +165,21 @@ def importances(calibration: Calibration) -> dict[str, float]:
 
 def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan]:
     """Plans of the space to try first: all sublayers in each number of bits, the least important
-    sublayers skipped, and every early exit.
+    sublayers skipped, and every early exit; the latter two also in the fewest bits.
 
-    Some of the latter two also in the fewest bits. ``importance`` is that of each sublayer.
+    ``importance`` is that of each sublayer.
     """
     layers = len(importance) // 2
     full = LayerPlan.full(layers)
     order = sorted(importance, key=lambda name: (importance[name], name))
     counts = [max(1, round(share * len(order))) for share in THINNED]
     thinned = [plan_of(parameters(full) | dict.fromkeys(order[:count], 0)) for count in counts]
-    some_exits = [LayerPlan.early_exit(layers, max(1, round(share * layers))) for share in EXITS]
+    exits = [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
     low = sorted({*space[HEAD]} - {FULL})
     plans = [full.in_bits(bits, head=low[-1]) for bits in low]
     if low:
-        plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some_exits]]
-    plans += [*thinned, *(LayerPlan.early_exit(layers, layer) for layer in range(1, layers))]
+        plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *exits]]
+    plans += [*thinned, *exits]
     return [
         plan
         for plan in dict.fromkeys(plans)

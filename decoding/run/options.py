@@ -276,7 +276,7 @@ def merge_options(known: Namespace, given: Mapping[str, Any]) -> Namespace:
     kept = dict(vars(known))
     if given.get("draft", kept["draft"]) != kept["draft"]:
         kept |= dict.fromkeys(DRAFTING)
-    if GRAMMARS.keys() & given.keys():
+    if any(given.get(name) is not None for name in GRAMMARS):
         kept |= dict.fromkeys(GRAMMARS)
     return Namespace(**kept | given)
 

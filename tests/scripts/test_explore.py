@@ -86,18 +86,20 @@ def test_a_coarse_u_accepts_what_the_model_never_writes(page: WebDriver) -> None
 
 def test_speedups_of_the_page_are_the_predicted_ones(page: WebDriver) -> None:
     for alpha, cost, row, length in ((0.85, 0.4, 0.03, 4), (0, 0, 0, 1), (0.99, 0.1, 0.5, 12)):
-        table = CostTable(cost, [1 + row * drafted for drafted in range(13)])
+        table = CostTable(cost, [1 + row * drafted for drafted in range(13)], first=0.1)
         expected = predicted_speedup(alpha, length, table)
-        assert asked(page, f"speedup({alpha}, {cost}, {row}, {length})") == pytest.approx(expected)
+        assert asked(page, f"speedup({alpha}, {cost}, {row}, {length}, 0.1)") == pytest.approx(
+            expected
+        )
 
 
 def test_a_chosen_exit_sets_its_measured_costs_and_the_best_length(page: WebDriver) -> None:
     find(page, "#exit").send_keys(Keys.ARROW_RIGHT)
     layers, alpha, cost = asked(page, "EXITS[2]")
-    row = asked(page, "SMALL_LLAMA.row")
+    row, first = asked(page, "[SMALL_LLAMA.row, SMALL_LLAMA.first]")
     assert find(page, "#exit-value").text == str(layers)
     assert [float(find(page, f"#{each}-value").text) for each in ("alpha", "cost")] == [alpha, cost]
-    table = CostTable(cost, [1 + row * drafted for drafted in range(13)])
+    table = CostTable(cost, [1 + row * drafted for drafted in range(13)], first=first)
     speeds = [predicted_speedup(alpha, length, table) for length in range(1, 13)]
     assert int(find(page, "#gamma-value").text) == speeds.index(max(speeds)) + 1
     assert f"{max(speeds):.2f} times" in find(page, "#exit-story").text
@@ -164,7 +166,7 @@ def test_a_report_of_the_benchmark_sets_the_costs_of_the_machine(
     file.write_text(
         '{"costs": [{"step": "verification", "tokens": 1, "plain rounds": 1.0},'
         ' {"step": "verification", "tokens": 5, "plain rounds": 1.2},'
-        ' {"step": "draft step, low bits", "plain rounds": 0.4}]}'
+        ' {"step": "draft step, low bits", "plain rounds": 0.4, "more in the first step": 0.1}]}'
     )
     find(page, "#file").send_keys(str(file))
     until(page, lambda: find(page, "#cost-value").text == "0.4")

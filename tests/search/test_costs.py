@@ -1,6 +1,7 @@
 """Costs of rounds: their units, their measurement, and the formulas that use them."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_costs_are_in_units_of_a_plain_round(
     known, *tables = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
     assert known == CostTable(0.0, (1.0, 2.0, 3.0, 4.0))
     for table in tables:
-        assert table.draft == pytest.approx(1 / 3) and table.verify == pytest.approx(known.verify)
+        assert table == replace(known, draft=pytest.approx(1 / 3), first=pytest.approx(0, abs=1e-9))
 
 
 def test_rounds_of_full_length_still_read_confidences_where_their_policy_does(
@@ -104,8 +105,8 @@ def test_a_first_draft_step_may_cost_more_than_the_others(monkeypatch: pytest.Mo
     setting = setting_of(tiny_model("llama"))
     draft = drafting_under(setting, DraftPlan(LayerPlan.early_exit(3, 1), 4))
     _, table = measure_costs(setting, [(1, 2)], [draft], longest=4)
-    assert table.draft == pytest.approx(0.2)
-    assert table.verify == pytest.approx((1.0, 1.2, 1.25, 1.3, 1.3))
+    assert (table.draft, table.first) == pytest.approx((0.2, 0.1))
+    assert table.verify == (1.0, 1.1, 1.15, 1.2, 1.2) and table.of_round(4) == pytest.approx(2.1)
 
 
 def test_prompts_take_turns_and_are_cut_to_the_context(

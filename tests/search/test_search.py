@@ -118,7 +118,7 @@ def test_sublayer_costs_are_solved_from_the_costs_of_plans(monkeypatch: pytest.M
         *tables, last = [COSTS.table(draft.plan) for draft in drafts]
         confident = replace(last, draft=last.draft + COSTS.confidence)
         return [
-            CostTable(0.0, (1.0, *(each - 0.1 for each in COSTS.verify[1:]))),
+            CostTable(0.0, COSTS.verify),
             *tables,
             confident,
         ]
@@ -163,7 +163,7 @@ def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first(
     assert plans[: len(first)] == first
     assert [plan for plan in plans if not plan.has_low_bits][:2] == thinned
     exits = {LayerPlan.early_exit(4, layer) for layer in (1, 2, 3)}
-    assert exits | {LayerPlan.early_exit(4, 2).in_bits(low[0], head=most)} <= set(plans)
+    assert exits | {plan.in_bits(low[0], head=most) for plan in exits} <= set(plans)
     assert {plan for plan in plans if is_exit(plan)} == exits
     assert len(set(plans)) == len(plans) and full not in plans
     # a model of one layer has some, too
