@@ -49,7 +49,7 @@ GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
 PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
 # and of tokens that are known without a model; "forced 0": of the guesses after forced ones
 KNOWN_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5, "forced 0": 0.9}
-LONGEST_OF_AUTO = 7  # tokens per draft: on a CPU a ninth row costs ten times as much as the eighth
+LONGEST_OF_AUTO = 7  # tokens per draft: a ninth row is beyond a tile and may cost much more
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY = 0.8  # its first threshold
 START_SAMPLED = 0.5
