@@ -71,7 +71,8 @@ def test_speedups_of_a_shape_follow_from_its_costs(report: dict[str, Any]) -> No
     for acceptance in shapes.ACCEPTANCES:
         speeds = [predicted_speedup(acceptance, length, table) for length in range(1, 9)]
         assert row[f"low bits at {acceptance}"] == pytest.approx(max(speeds))
-    assert 0 < row["copies, GB"] < row["peak, GB"]
+    # the peak is that of the process, which may free the memory of earlier tests meanwhile
+    assert 0 < row["copies, GB"] < row["estimate, GB"]
 
 
 def test_rows_between_measured_ones_cost_what_a_line_through_these_gives() -> None:
