@@ -55,10 +55,9 @@ class BreakEven(Policy):
     drafts: by the time of a draft step, and that of the rest of the round, a plain round but for
     the verification of the draft. Both are of the same moment, so that a busy machine does not
     change the slope. Without a clock, and where no confidence is read behind each step, slopes keep
-    their first values. Where several texts share the
-    model's steps no time is taken. Then each other text adds ``ANOTHER_TEXT`` to the slopes, since
-    the more rows a step has, the more another row costs. So drafts become shorter, and at some
-    number of texts none pays.
+    their first values. Where several texts share the model's steps no time is taken. Then each
+    other text adds ``ANOTHER_TEXT`` to the slopes, since the more rows a step has, the more another
+    row costs. So drafts become shorter, and at some number of texts none pays.
 
     Forced tokens: those that constraints force are sure to be accepted, and the target verifies
     them under every offer. So they count neither into α nor as a risk, and offers are compared
@@ -300,9 +299,9 @@ class Rates:
     """Acceptance rate of a kind of draft, by the confidence of a token in tenths.
 
     ``accepted`` and ``judged`` count tokens of past rounds, per tenth and in all. The tokens behind
-    a rejected one are not judged. Fading makes the ``unit`` larger by which new tokens count, and
-    so is the same for all counts at once. Where little was judged the rate is close to a prior
-    one: that of all tokens to the first α, ``prior``, that of a confidence to the rate of all.
+    a rejected one are not judged. To fade the past, no count is changed: the ``unit`` in which new
+    tokens count grows instead. Where little was judged the rate is close to a prior one: that of
+    all tokens to the first α, ``prior``, that of a confidence to the rate of all.
     """
 
     PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens

@@ -73,8 +73,8 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
     3.8).
 
     A round writes 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) expected tokens (equation 1). For
-    α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36, and with the round
-    of cost 2.1 in the example the speed-up is 1.6.
+    α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36, and with the round of cost
+    2.1 in the example the speed-up is 1.6.
     """
     tokens = sum(acceptance**kept for kept in range(length + 1))
     return tokens / costs.of_round(length)

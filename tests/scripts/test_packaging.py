@@ -8,7 +8,10 @@ import pytest
 
 from cli.start import specdec
 
-tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib: run it on 3.11")
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli", reason="Python 3.10 has no tomllib: pip install tomli")
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
