@@ -1,18 +1,23 @@
-"""Pictures of the documents that show formulas and ``auto.json``: ``python -m docs.figures``.
+"""Pictures of the documents that show formulas, ``auto.json`` and ``exits.json``: ``python -m
+docs.figures``.
 
 Others come from their commands: ``front.svg`` from the search, ``benchmark.svg`` and
-``together.svg`` from the benchmark, ``round.svg`` from ``generate.py --svg``.
+``together.svg`` from the benchmark, ``round.svg`` from ``generate.py --svg``, ``layers.svg`` from
+``python -m docs.layers``.
 """
 
-import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from benchmark.shapes import NAMED
+from cli.files import read_json
 from cli.picture import INK, MUTED, RED, RULE, write_picture
 from search.costs import CostTable, best_speedup, predicted_speedup
 
@@ -22,6 +27,8 @@ DARK_GREEN = "#3f8f6b"
 BLUE = "#7fb0de"
 AMBER = "#f3bd4e"
 PALE_RED = "#eba49c"
+SEA = "#2c6fae"  # of lines
+LEAF = "#2f7d5b"
 VERDICTS = {
     "accepted": GREEN,
     "rejected": PALE_RED,
@@ -38,27 +45,9 @@ VERIFY_COST = 1.1  # of a verification
 # The example of docs/search.md: a text, and the probability that each token is kept if drafted.
 TEXT = {"The": 0.9, "fox": 0.8, "ran": 0.5, "home": 0.9, "at": 0.7, "night": 0.9}
 GAMMA = 2  # tokens that a round drafts there
-# Costs in the shape of Llama-3.2-1B (docs/measurements.md): the head's share of a step's bytes, a
-# step of all layers in four bits, and a verified token.
-LAYERS = 16
-HEAD_SHARE = 0.21
-FOUR_BITS = 0.33
-ROW_COST = 0.005
+# The shape and its costs are those of benchmark/shapes.json and of a table in docs/measurements.md.
+SHAPE = "llama-3.2-1b"
 LONGEST = 12  # tokens of a draft
-# Agreement of each exit with the whole model on held-out stories, from training/log.jsonl in the
-# folder of `python train.py --start-from MODEL --data stories.jsonl --context 192 --out FOLDER
-# --steps 1 --batch 1 --warm-up 1 --learning-rate 1e-9`, which changes no weight.
-# fmt: off
-AGREEMENT = {
-    "small-llama, trained for it": (
-        .58, .67, .71, .74, .77, .80, .82, .84, .85, .88, .89, .92, .94, 1
-    ),
-    "SmolLM2-135M, not trained for it": (
-        .08, .04, .05, .05, .05, .05, .05, .06, .06, .06, .07, .09, .10, .11, .10,
-        .12, .13, .13, .15, .17, .23, .24, .29, .31, .34, .38, .45, .49, .52, 1
-    ),
-}
-# fmt: on
 # The example of docs/speed.md: rows of a tile, vectors of a row of weights, and the one being read.
 ROWS = 4
 COLUMNS = 8
@@ -140,7 +129,7 @@ def speedup() -> Figure:
     """
     axes = Figure(figsize=(7.5, 4.2)).subplots()
     rates = np.linspace(0, 1, 101)
-    colours = {0: "#2c6fae", 0.25: "#2f7d5b", 0.5: RED}
+    colours = {0: SEA, 0.25: LEAF, 0.5: RED}
     for cost, colour in colours.items():
         costs = CostTable(cost, (1, *[VERIFY_COST] * 8))
         speeds = np.array([[predicted_speedup(a, n, costs) for a in rates] for n in range(1, 9)])
@@ -155,16 +144,61 @@ def speedup() -> Figure:
     return explained(axes, {f"c = {cost:g}": colour for cost, colour in colours.items()})
 
 
+def exits_of(name: str) -> tuple[np.ndarray, list[float], list[float]]:
+    """Exit layers of a model in ``exits.json``, with their losses and their agreements with the
+    whole model.
+    """
+    found: dict[str, Any] = read_json(FOLDER / "exits.json")[name]
+    layers = np.arange(1, len(found["agreement"]) + 1)
+    return layers, found["held_out_loss"], found["agreement"]
+
+
 def agreement() -> Figure:
     """Agreement of early exits with the whole model, by the share of its layers."""
     axes = Figure(figsize=(7.5, 3.4)).subplots()
-    colours = dict(zip(AGREEMENT, ("#2f7d5b", RED), strict=True))
-    for name, colour in colours.items():
-        shares = AGREEMENT[name]
-        layers = np.arange(1, len(shares) + 1) / len(shares)
-        axes.plot(layers, shares, color=colour, marker="o", markersize=4)
+    models = {
+        "small-llama": ("small-llama, trained for it", LEAF),
+        "SmolLM2-135M": ("SmolLM2-135M, not trained for it", RED),
+    }
+    for name, (_, colour) in models.items():
+        layers, _, shares = exits_of(name)
+        axes.plot(layers / len(layers), shares, color=colour, marker="o", markersize=4)
     axes.set(xlabel="share of the layers", ylabel="agreement", xlim=(0, 1.02), ylim=(0, 1.02))
-    return explained(axes, colours)
+    return explained(axes, dict(models.values()))
+
+
+def exits() -> Figure:
+    """Loss of every exit, and its agreement with the whole model: of two short runs, and of
+    small-llama.
+    """
+    grid = Figure(figsize=(7.5, 3.6)).subplots(1, 2)
+    models = {
+        "without the recipe": ("a short run without the recipe", RED),
+        "with the recipe": ("the same run with it", SEA),
+        "small-llama": ("small-llama", LEAF),
+    }
+    for name, (_, colour) in models.items():
+        layers, *both = exits_of(name)
+        for axes, values in zip(grid, both, strict=True):
+            axes.plot(layers, values, color=colour, marker="o", markersize=3.5)
+    ticks = range(2, len(layers) + 1, 2)
+    for axes, title in zip(grid, ("loss, nats per token", "agreement"), strict=True):
+        axes.set(title=title, xlabel="exit after layer", xticks=ticks)
+    return explained(axes, dict(models.values()))
+
+
+def costs_of_shape() -> tuple[int, float, float, np.ndarray]:
+    """Layers of ``SHAPE``, the head's share of a step's bytes, the cost of a step of all layers in
+    four bits, and the costs of verifying up to ``LONGEST`` drafted tokens.
+    """
+    config = read_json(NAMED)[SHAPE]
+    text = (FOLDER / "measurements.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| {re.escape(SHAPE)} \| (.*) \|$", text, re.MULTILINE)[1].split(" | ")
+    millions, _, _, rows, four_bits, *_ = row  # of parameters; the cost of 2, 4, 8 and 16 rows
+    head = config["vocab_size"] * config["hidden_size"] / (1e6 * float(millions))
+    steps = (1, *map(float, rows.split(" / ")))
+    verify = np.interp(range(1, LONGEST + 2), (1, 2, 4, 8, 16), steps)
+    return config["num_hidden_layers"], head, float(four_bits), verify
 
 
 def border() -> Figure:
@@ -172,24 +206,24 @@ def border() -> Figure:
     the shape of Llama-3.2-1B: a line per acceptance of the four-bit draft.
     """
     grid = Figure(figsize=(7.5, 3.6)).subplots(1, 2, sharey=True)
-    layers = np.arange(1, LAYERS)
+    count, head, all_in_four_bits, verify = costs_of_shape()
+    layers = np.arange(1, count)
     rates = np.linspace(0, 1, 201)
-    verify = [1 + ROW_COST * drafted for drafted in range(LONGEST + 1)]
-    titles = {"exit in 16 bits": 1.0, "exit in four bits too": FOUR_BITS}
-    colours = {0.8: "#2c6fae", 0.9: "#2f7d5b", 0.95: RED}
+    titles = {"exit in 16 bits": 1.0, "exit in four bits too": all_in_four_bits}
+    colours = {0.8: SEA, 0.9: LEAF, 0.95: RED}
     for axes, (title, share) in zip(grid, titles.items(), strict=True):
-        costs = share * (HEAD_SHARE + (1 - HEAD_SHARE) * layers / LAYERS)
+        costs = share * (head + (1 - head) * layers / count)
         speeds = [[best_speedup(rate, CostTable(c, verify)) for rate in rates] for c in costs]
-        for four_bits, colour in colours.items():
-            goal = best_speedup(four_bits, CostTable(FOUR_BITS, verify))
+        for rate_of_all, colour in colours.items():
+            goal = best_speedup(rate_of_all, CostTable(all_in_four_bits, verify))
             needed = [np.interp(goal, each, rates, right=np.nan) for each in speeds]
             axes.plot(layers, needed, color=colour)
         axes.set(
             title=title,
-            xlabel=f"exit after layer, of {LAYERS}",
-            xlim=(0, LAYERS),
+            xlabel=f"exit after layer, of {count}",
+            xlim=(0, count),
             ylim=(0.4, 1),
-            xticks=range(0, LAYERS + 1, 4),
+            xticks=range(0, count + 1, 4),
         )
     grid[0].set_ylabel("acceptance from which it is faster")
     return explained(axes, {f"four bits at {rate:g}": colour for rate, colour in colours.items()})
@@ -301,7 +335,7 @@ def tile() -> Figure:
 
 def auto() -> Figure:
     """The rounds of a text under ``--draft auto``. ``auto.json`` holds them, with their command."""
-    rounds = json.loads((FOLDER / "auto.json").read_text(encoding="utf-8"))["rounds"]
+    rounds = read_json(FOLDER / "auto.json")["rounds"]
     axes = sheet(4.4, -10, 66, len(rounds))
     for row, round in enumerate(reversed(rounds)):
         parts = [
@@ -311,7 +345,19 @@ def auto() -> Figure:
     return explained(axes, VERDICTS)
 
 
-PICTURES = (rules, timeline, speedup, agreement, border, cache, race, programme, tile, auto)
+PICTURES = (
+    rules,
+    timeline,
+    speedup,
+    agreement,
+    exits,
+    border,
+    cache,
+    race,
+    programme,
+    tile,
+    auto,
+)
 
 
 def write_all(folder: Path = FOLDER) -> None:

@@ -1,0 +1,96 @@
+"""One text through the layers of a model: the likeliest next token after each of some layers.
+
+``python -m docs.layers TEXT --svg FILE`` draws it. As in an early exit, the head reads the output
+of every layer.
+"""
+
+if __name__ == "__main__":  # before anything that takes long to import
+    from cli.start import start
+
+    start()
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from cli.command_line import run_command
+from cli.options import MODEL, Groups, parser_of
+from cli.picture import RULE, write_picture
+from decoding.run.session import Labels
+from docs.figures import GREEN, explained, sheet, tiles
+from model import Decoder, InputError
+from training.recipe import layer_outputs
+from weights.load import load_model, model_folder
+from weights.tokenizer import Tokenizer
+
+TOKENS = 6  # the last ones of the text
+WIDTH = 2.2  # of a tile
+OPTIONS: Groups = {
+    "": {
+        "text": {"metavar": "TEXT", "help": "the text that the model reads"},
+        "--model": {**MODEL, "default": "small-llama"},
+        "--svg": {
+            "type": Path,
+            "required": True,
+            "metavar": "FILE",
+            "help": "the picture to write: its last tokens, and the guess after each of them",
+        },
+    },
+}
+
+
+def shown_layers(count: int) -> list[int]:
+    """Numbers of the first four of ``count`` layers, of some later ones, and of the last."""
+    return [layer for layer in (1, 2, 3, 4, 8, 16, 32, 64) if layer < count] + [count]
+
+
+@torch.inference_mode()
+def guesses(model: Decoder, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Probability and id of the likeliest token after each token of a text, by layer: two tensors
+    ``[layers, T]``.
+    """
+    states = layer_outputs(model, torch.tensor([ids]))
+    probs = torch.stack([model.logits(hidden)[0].softmax(-1) for hidden in states])
+    return probs.max(-1)
+
+
+def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
+    """Columns are the last tokens of the text, rows are layers."""
+    ids = tokenizer.encode(text)
+    if len(ids) < TOKENS:
+        raise InputError(f"the text has {len(ids)} tokens, and needs {TOKENS}")
+    label = Labels(tokenizer.token_bytes, tokenizer.special)
+    probs, tokens = guesses(model, ids)
+    layers = shown_layers(model.num_layers)
+    axes = sheet(0.4 * len(layers) + 1.1, -2.2, TOKENS * WIDTH, len(layers) + 1)
+    read = [(f"… {label(token).strip()}", WIDTH, "none") for token in ids[-TOKENS:]]
+    tiles(axes, 0, len(layers), read, "after")
+    for row, layer in enumerate(reversed(layers)):
+        found = zip(tokens[layer - 1], probs[layer - 1], tokens[-1], strict=True)
+        parts = [
+            (f"{label(int(guess)).strip()}  {prob:.2f}", WIDTH, GREEN if guess == last else RULE)
+            for guess, prob, last in [*found][-TOKENS:]
+        ]
+        tiles(axes, 0, row, parts, f"layer {layer}")
+    return explained(axes, {"the last layer's guess": GREEN, "another guess": RULE})
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Write the picture. Raises InputError for a text of too few tokens."""
+    folder = model_folder(options.model)
+    model = load_model(folder, torch.float32)
+    tokenizer = Tokenizer(folder)
+    write_picture(lambda: picture(model, tokenizer, options.text), options.svg)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of(OPTIONS, prog="python -m docs.layers", description=__doc__.splitlines()[0])
+    return run_command(lambda: draw(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
