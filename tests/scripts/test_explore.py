@@ -93,16 +93,34 @@ def test_speedups_of_the_page_are_the_predicted_ones(page: WebDriver) -> None:
         )
 
 
-def test_a_chosen_exit_sets_its_measured_costs_and_the_best_length(page: WebDriver) -> None:
-    find(page, "#exit").send_keys(Keys.ARROW_RIGHT)
-    layers, alpha, cost = asked(page, "EXITS[2]")
-    row, first = asked(page, "[SMALL_LLAMA.row, SMALL_LLAMA.first]")
-    assert find(page, "#exit-value").text == str(layers)
-    assert [float(find(page, f"#{each}-value").text) for each in ("alpha", "cost")] == [alpha, cost]
-    table = CostTable(cost, [1 + row * drafted for drafted in range(13)], first=first)
-    speeds = [predicted_speedup(alpha, length, table) for length in range(1, 13)]
-    assert int(find(page, "#gamma-value").text) == speeds.index(max(speeds)) + 1
-    assert f"{max(speeds):.2f} times" in find(page, "#exit-story").text
+def test_a_chosen_exit_sets_its_costs_and_the_best_length(page: WebDriver) -> None:
+    """Layers by the slider, bits by the buttons, with keys; the last exit is in four bits only."""
+    layers, four = find(page, "#exit"), find(page, "[name=bits][value='4']")
+    steps = (
+        (layers, Keys.ARROW_RIGHT, 16, 2),
+        (four, Keys.SPACE, 4, 2),
+        (layers, Keys.END, 4, 8),
+        (four, Keys.ARROW_LEFT, 16, 7),
+    )
+    for control, key, bits, at in steps:
+        control.send_keys(key)
+        exit = asked(page, f"EXITS[{bits}][{at}]")
+        alpha, cost, row, first, length = exit["knobs"]
+        assert find(page, "#exit-value").text == str(exit["layer"])
+        shown = [float(find(page, f"#{id}-value").text) for id in ("alpha", "cost", "row", "first")]
+        assert shown == [alpha, cost, row, first]
+        table = CostTable(cost, [1 + row * drafted for drafted in range(13)], first=first)
+        speeds = [predicted_speedup(alpha, each, table) for each in range(1, 13)]
+        assert int(find(page, "#gamma-value").text) == length == speeds.index(max(speeds)) + 1
+        assert f"{max(speeds):.2f} times" in find(page, "#exit-story").text
+
+
+def test_a_tap_on_a_narrow_screen_chooses_the_bits(browser: WebDriver) -> None:
+    look(browser, 400, "light")
+    browser.get(PAGE.as_uri())
+    find(browser, "[name=bits][value='4']").click()
+    assert asked(browser, "chosenBits()") == 4
+    assert "c and f estimated" in find(browser, "#exit-story").text
 
 
 def test_drawn_tokens_settle_on_the_law_with_and_without_a_mistake(page: WebDriver) -> None:

@@ -9,12 +9,16 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from docs import figures
+from docs import figures, layers
+from model import LayerPlan
 from search.acceptance import Acceptance
 from search.prediction import expected_rounds
 from tests.pictures import faults
+from weights.load import load_model, model_folder
+from weights.tokenizer import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
+LAYERS_COMMAND = re.compile(r'python -m docs.layers "([^"]+)" .{1,3}--svg layers.svg')
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,56 @@ def test_the_race_of_the_example_ends_as_its_picture_says() -> None:
     assert (first / figures.P).argmin() == (first / figures.Q).argmin() == figures.TOKENS.index("b")
     assert (second / figures.P).argmin() == figures.TOKENS.index("a")
     assert (second / figures.Q).argmin() == figures.TOKENS.index("b")
+
+
+def numbers(*values: float) -> list[str]:
+    """As the documents print them, without the zero before the point."""
+    return [f"{value:g}".removeprefix("0") for value in values]
+
+
+def chapter(name: str) -> str:
+    """A document on one line."""
+    return " ".join((DOCS / name).read_text(encoding="utf-8").split())
+
+
+def test_the_chapters_print_the_numbers_of_their_pictures() -> None:
+    text = chapter("how_it_works.md")
+    assert "| p, the target | {} | {} | {} |".format(*numbers(*figures.P)) in text
+    assert "| q, the draft | {} | {} | {} |".format(*numbers(*figures.Q)) in text
+    draft, verify = numbers(figures.DRAFT_COST, figures.VERIFY_COST)
+    assert f"a draft step takes {draft} of a plain round" in text
+    assert f"over three drafted tokens takes {verify}" in text
+    assert f"All have v = {verify}." in text
+    text = chapter("search.md")
+    states = figures.states().round(2)
+    kept, full, begins = numbers(figures.TEXT["The"], states[2, 2], states[0, 3])
+    assert f"With probability {kept} the target keeps it" in text
+    assert f"has probability {full}, and a round begins there with probability {begins}" in text
+
+
+def test_the_table_of_the_short_runs_is_that_of_the_picture() -> None:
+    rows = []
+    for name, run in (("with the recipe", "with the recipe"), ("without", "without the recipe")):
+        _, loss, agreement = figures.exits_of(run)
+        second, fourth = numbers(round(agreement[1], 2), round(agreement[3], 2))
+        exits = f"{loss[1]:.2f} / {loss[3]:.2f} | {second} / {fourth}"
+        rows.append(f"| {name} | {loss[-1]:.3f} | {exits} |")
+    assert " ".join(rows) in chapter("training.md")
+
+
+def test_guesses_after_each_layer_are_those_of_an_exit_there() -> None:
+    """In the picture of the chapter too, whose words are comments in its source."""
+    folder = model_folder("small-llama")
+    model, tokenizer = load_model(folder, torch.float32), Tokenizer(folder)
+    [text] = LAYERS_COMMAND.findall(chapter("how_it_works.md"))
+    ids = tokenizer.encode(text)
+    _, tokens = layers.guesses(model, ids)
+    for layer in (2, model.num_layers):
+        plan = LayerPlan.early_exit(model.num_layers, layer)
+        logits = model(torch.tensor([ids]), plan=plan)[0]
+        assert tokens[layer - 1].tolist() == logits.argmax(-1).tolist()
+    assert list(faults(lambda: layers.picture(model, tokenizer, text))) == []
+    source = (DOCS / "layers.svg").read_text(encoding="utf-8")
+    found = [tokenizer.decode([int(token)]).strip() for token in tokens[-1, -layers.TOKENS :]]
+    shown = re.findall(r"<!-- (\S+)  \d\.\d\d -->", source)
+    assert shown[: layers.TOKENS] == found, "python -m docs.layers draws another layers.svg"
