@@ -14,7 +14,7 @@ of the loop along the texts:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -189,17 +189,18 @@ def predict_plan(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan
 
 def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure:
     """Picture of the tried plans, the best first, by draft cost and acceptance, with lines of equal
-    speed-up.
+    speed-up for drafts whose first step costs as much more as the best plan's.
 
     The colour is the mean number of bits of a plan's sublayers; a skipped one has 0.
     """
     figure = Figure(figsize=(7.5, 5.6))
     axes = figure.subplots()
-    cost = [costs.table(plan).draft for plan in predictions]
+    drafts = [costs.table(plan) for plan in predictions]
+    cost = [table.draft for table in drafts]
     kept = [prediction.kept_share for prediction in predictions.values()]
     grid_cost = np.linspace(0, max(1.05, 1.03 * max(cost)), 80)
     grid_kept = np.linspace(0, 1, 80)
-    tables = [CostTable(price, costs.verify, first=costs.first) for price in grid_cost]
+    tables = [replace(drafts[0], draft=price) for price in grid_cost]
     speedups = [[best_speedup(rate, table) for table in tables] for rate in grid_kept]
     lines = axes.contour(
         grid_cost,
