@@ -157,6 +157,11 @@ class ModelDrafter:
         context = text.tensor(self.model.device)
         start = self.cache.length
         unread = context[start:]  # tokens that are not yet in the cache
+        # What follows an end-of-text token would be discarded. So a draft ends with one where the
+        # host reads its tokens anyway: for a constraint, or on a CPU beside their confidences.
+        # Elsewhere it goes on: a GPU would have to synchronise, and a fixed length stays one.
+        reads_confidence_on_cpu = policy.reads_draft_confidence and context.device.type == "cpu"
+        ends_at_eos = bool(text.constraints) or reads_confidence_on_cpu
         # only the penalty and constraints read the drafted tokens before the draft ends
         extends = params.repetition_penalty != 1 or bool(text.constraints)
         draft: list[Draft] = []  # of one token each
@@ -189,9 +194,7 @@ class ModelDrafter:
                     break
             if extends:
                 context = torch.cat((context, token[None]))
-            # Constraints read the token in any case. Without them a GPU would have to synchronise.
-            on_cpu = policy.reads_draft_confidence and token.device.type == "cpu"
-            if (text.constraints or on_cpu) and int(token) in text.rules.eos_ids:
+            if ends_at_eos and int(token) in text.rules.eos_ids:
                 break
         return in_a_row([self.empty, *draft])
 

@@ -2,7 +2,8 @@
 
 ``step`` calls them by their addresses, so it has none of their code: only the kinds that a model
 and its plans use are ever compiled. The arguments of a task are words on the board, which it reads
-as a record.
+as a record. It owns none of the arrays whose addresses these give: the function of ``step`` that
+runs the task keeps them until it has ended.
 """
 
 from functools import cache
@@ -22,7 +23,7 @@ from model.fast.cpu.dot import (
     narrow_row,
     widen_row,
 )
-from model.fast.cpu.kernels import LANES, address, array_at
+from model.fast.cpu.kernels import LANES, address, array_at, keep_alive
 from model.fast.cpu.team import compiled_task
 
 # A matrix of weights. Its blocks have ``BLOCK_ROWS`` rows, or 16 in low bits.
@@ -224,7 +225,6 @@ def attention_task(kind: int) -> int:
                 position = stop
             for query in range(len(ends)):
                 stored[row + query, head, :, chunk, :size] = attended[query]
-            # keeps them until here: Numba frees an array behind its last use by name
-            scores[:0] = 0
+            keep_alive(scores)
 
     return compiled_task(attention, kind)
