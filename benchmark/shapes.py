@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
-from benchmark.sections import floor_of, take_turns, timed
+from benchmark.timing import floor_of, take_turns, timed
 from cli.files import read_json
 from cli.table import Row
 from decoding.randomness import KeyedRandomness, Place
