@@ -65,6 +65,41 @@ def costs_section(bench: Bench) -> list[Row]:
     ]
 
 
+def speed_section(bench: Bench) -> list[Row]:
+    """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
+    setting = bench.setting
+    writer = Writer(setting.model, setting.positions)
+    ways = {"plain": writer.plain}
+    ways |= {name: draft.drafting for name, draft in bench.drafts.items()}
+    ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
+    texts = time_texts(bench, ours | bench.libraries)
+    return [speed_row(bench, name, found, texts["plain"]) for name, found in texts.items()]
+
+
+def speed_row(bench: Bench, name: str, texts: list[Written], plain: list[Written]) -> Row:
+    """Results of a contender on all prompts, beside the plain texts."""
+    pairs = list(zip(texts, plain, strict=True))
+    speedups = [other.seconds / text.seconds for text, other in pairs]
+    by_kind: dict[str, list[float]] = {}
+    for (kind, _), speedup in zip(bench.prompts, speedups, strict=True):
+        by_kind.setdefault(kind, []).append(speedup)
+    rounds = Statistics()
+    for round in chain.from_iterable(text.rounds for text in texts):
+        rounds.add(round)
+    costs = bench.costs_of(name)
+    return {
+        "decoder": name,
+        "tokens/s": spread(bench.max_new_tokens / text.seconds for text in texts),
+        "speed-up": spread(speedups),
+        "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
+        "accepted": rounds.acceptance_rate,
+        "a round": rounds.tokens_per_round or None,
+        "equal": count_equal((text.tokens, other.tokens) for text, other in pairs),
+        "seconds": [text.seconds for text in texts],
+        **{kind: statistics.median(found) for kind, found in by_kind.items()},
+    }
+
+
 def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list[Written]]:
     """Texts of each contender, one per prompt, timed with their prefill. After a warm-up the
     contenders take turns at each prompt.
@@ -94,48 +129,12 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
     return plain.seconds / (text.prefill + step * steps)
 
 
-def speed_section(bench: Bench) -> list[Row]:
-    """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    setting = bench.setting
-    writer = Writer(setting.model, setting.positions)
-    ways = {"plain": writer.plain}
-    ways |= {name: draft.drafting for name, draft in bench.drafts.items()}
-    ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
-    texts = time_texts(bench, ours | bench.libraries)
-    kinds = [kind for kind, _ in bench.prompts]
-    rows = []
-    for name, found in texts.items():
-        pairs = list(zip(found, texts["plain"], strict=True))
-        sums = Statistics()
-        for round in chain.from_iterable(text.rounds for text in found):
-            sums.add(round)
-        costs = bench.costs_of(name)
-        speedups = [plain.seconds / text.seconds for text, plain in pairs]
-        of_kinds = list(zip(kinds, speedups, strict=True))
-        rows.append(
-            {
-                "decoder": name,
-                "tokens/s": spread(bench.max_new_tokens / text.seconds for text in found),
-                "speed-up": spread(speedups),
-                "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
-                "accepted": sums.acceptance_rate,
-                "a round": sums.tokens_per_round or None,
-                "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
-                "seconds": [text.seconds for text in found],
-                **{
-                    kind: statistics.median(gain for other, gain in of_kinds if other == kind)
-                    for kind in kinds
-                },
-            }
-        )
-    return rows
-
-
 def together_section(bench: Bench) -> list[Row]:
     """Texts written up to n at a time: tokens per second of all, and the speed-up of drafts.
 
-    Always the same 16 texts, without the time until their first tokens. "equal" counts the texts
-    that equal those written alone.
+    Always the same 16 texts, without the time until their first tokens. The draft beside --draft
+    auto is the draft model's, or of an early exit that was asked for, or in low bits. "equal"
+    counts the texts that equal those written alone.
     """
     setting = bench.setting
     model = setting.model
@@ -244,7 +243,7 @@ def structured_section(bench: Bench) -> list[Row]:
         if name in bench.drafts:
             drafts[name] = bench.drafts[name].drafting
     ways = {"plain": writer.plain, **drafts}
-    seeds = range(2 if bench.quick else 1 + STRUCTURED_TURNS)
+    turns = 2 if bench.quick else 1 + STRUCTURED_TURNS
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
         schema = json.dumps(each["schema"])
@@ -252,7 +251,7 @@ def structured_section(bench: Bench) -> list[Row]:
         rules = Rules(STRUCTURED_TOKENS, setting.tokenizer.eos_ids, grammar=grammar)
         writer.begin(encode_prompt(setting.tokenizer, each["request"], schema=schema))
         found: dict[str, list[Sample]] = {way: [] for way in ways}
-        for seed, (way, drafting) in product(seeds, ways.items()):
+        for seed, (way, drafting) in product(range(turns), ways.items()):
             coupling = Coupling(setting.coupling, seed)
             text = writer.write(writer.new_text(rules), drafting, setting.params, coupling)
             found[way].append(text)
