@@ -20,7 +20,7 @@ from cli.files import read_json
 from cli.table import Row
 from decoding.randomness import KeyedRandomness, Place
 from decoding.sampling import SamplingParams, distribution
-from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, now, parse_config
+from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from search.costs import CostTable, best_speedup
 from weights.memory import (
@@ -89,24 +89,22 @@ def measure_shape(
     if watches_peak:
         CLEAR_PEAK.write_text("5")
         before = peak_bytes()
-    began = now(device)
-    model = accelerate(random_model(config, dtype, device))
-    cache = model.new_cache(positions)
-    step_of(model, cache, 1, None, 0)()
-    row: Row = {
-        "shape": shape,
-        "parameters, 10⁶": parameter_count(config) / 1e6,
-        "start, s": now(device) - began,
-    }
+
+    def start() -> tuple[Decoder, KVCache]:
+        model = accelerate(random_model(config, dtype, device))
+        cache = model.new_cache(positions)
+        step_of(model, cache, 1, None, 0)()
+        return model, cache
+
+    row: Row = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
+    (model, cache), row["start, s"] = timed(start, device)
     copied = bool(model.fast_bits) and has_memory_for(model, [low_bits])
     if copied:
         _, row["copies, s"] = timed(partial(model.prepare, low_bits), device)
         row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
     for count in PROMPTS:
-        began = now(device)
-        model.prefill(torch.zeros(1, count - 1, dtype=torch.int64, device=device), cache)
-        step_of(model, cache, 1, None, count - 1)()
-        row[f"first token after {count}, s"] = now(device) - began
+        reading = partial(read_prompt, model, cache, count)
+        _, row[f"first token after {count}, s"] = timed(reading, device)
     if watches_peak:  # before the block that measures the memory's speed
         row["peak, GB"] = (peak_bytes() - before) / 1e9
         row["estimate, GB"] = expected(plan=low_bits if copied else None).total / 1e9
@@ -118,6 +116,13 @@ def peak_bytes() -> int:
     """The most memory that this process has had since the peak was cleared, on Linux."""
     peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     return int(peak[1]) * 1024
+
+
+def read_prompt(model: Decoder, cache: KVCache, count: int) -> None:
+    """Read a prompt of ``count`` tokens: up to the logits of the first token after it."""
+    ids = torch.zeros(1, count - 1, dtype=torch.int64, device=model.device)
+    model.prefill(ids, cache)
+    step_of(model, cache, 1, None, count - 1)()
 
 
 def step_of(

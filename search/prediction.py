@@ -156,16 +156,16 @@ def predict(
     """Prediction at the draft length and threshold of the largest expected speed-up: the tokens of
     the texts over the cost of their rounds.
 
-    In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.first +
-    costs.verify[k], and under a threshold k · costs.confidence more. Plain decoding costs 1 per
-    token: 60 tokens in 20 rounds, each of cost 2, are a speed-up of 60 / 40 = 1.5. A tie goes to
-    the smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
+    A round that drafts k tokens costs ``costs.of_round(k)``, and under a threshold k ·
+    costs.confidence more. Plain decoding costs 1 per token: 60 tokens in 20 rounds, each of cost 2,
+    are a speed-up of 60 / 40 = 1.5. A tie goes to the smaller threshold, then the shorter draft. A
+    speed-up below 1 means that no draft pays.
     """
     rounds, accepted, rejected = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
     lengths = np.arange(max(gammas) + 1)
-    step = costs.draft + costs.confidence * (np.array(thresholds) > 0)[:, None, None]
-    round_costs = lengths * step + costs.first * (lengths > 0) + np.array(costs.verify)[lengths]
+    confidence = costs.confidence * (np.array(thresholds) > 0)[:, None, None]
+    round_costs = np.array([*map(costs.of_round, lengths)]) + confidence * lengths
     speedups = tokens / (rounds * round_costs).sum(-1)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
     kept = accepted[best].sum()
