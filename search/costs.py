@@ -146,15 +146,19 @@ def measure_costs(
         ratios.append([write_timed(writer, setting, way, count)[1] / plain for way, count in ways])
     # the first turn warms up
     medians = [statistics.median(each) for each in zip(*ratios[1:], strict=True)]
-    verify = (1.0, *medians[:longest])
-    tables = [CostTable(0.0, verify)]
+    known = CostTable(0.0, (1.0, *medians[:longest]))
     of_drafts = zip(medians[longest::2], medians[longest + 1 :: 2], lengths, strict=True)
-    for of_one, of_all, length in of_drafts:
-        first = max(0.0, of_one - verify[1])
-        others = max(0.0, of_all - verify[length] - first)
-        step = others / (length - 1) if length > 1 else first
-        tables.append(CostTable(step, verify, first=max(0.0, first - step)))
-    return tables
+    return [known, *(draft_costs(known, *each) for each in of_drafts)]
+
+
+def draft_costs(known: CostTable, of_one: float, of_all: float, length: int) -> CostTable:
+    """Costs of a draft from those of its rounds of one token, 1.4 in the example, and of all
+    ``length``, 2.1; ``known`` has those of verification.
+    """
+    first = max(0.0, of_one - known.of_round(1))
+    others = max(0.0, of_all - known.of_round(length) - first)
+    step = others / (length - 1) if length > 1 else first
+    return replace(known, draft=step, first=max(0.0, first - step))
 
 
 def at_length(draft: Drafting, length: int) -> Drafting:
