@@ -265,14 +265,15 @@ def measure_sublayers(
     names = sorted(set().union(*map(parts_of, plans)))
     parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
     steps = [table.draft for table in tables]
-    firsts: dict[bool, list[float]] = {True: [], False: []}  # of plans with low bits, and without
-    for plan, table in zip(plans, tables, strict=True):
-        firsts[plan.has_low_bits].append(table.first)
+    first, first_in_low_bits = (
+        [table.first for plan, table in zip(plans, tables, strict=True) if plan.has_low_bits is low]
+        for low in (False, True)
+    )
     solution = np.linalg.lstsq(parts_in_plans, steps, rcond=None)[0].clip(min=0)
     return SublayerCosts(
         parts=dict(zip(names, solution.tolist(), strict=True)),
         confidence=max(0.0, with_confidence.draft - steps[0]),
         verify=known.verify,
-        first=statistics.median(firsts[False] or [0.0]),
-        first_in_low_bits=statistics.median(firsts[True] or [0.0]),
+        first=statistics.median(first or [0.0]),
+        first_in_low_bits=statistics.median(first_in_low_bits or [0.0]),
     )
