@@ -43,7 +43,7 @@ Contender = Callable[[list[int], int], Written]
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftContender:
     """Way to draft, a row of the tables.
 
     ``steps_of``: the draft by one model whose draft steps it makes, itself or the one without the
@@ -65,7 +65,7 @@ class Bench:
 
     setting: Setting
     prompts: list[tuple[str, list[int]]]
-    drafts: dict[str, Draft]
+    drafts: dict[str, DraftContender]
     libraries: dict[str, Contender]
     max_new_tokens: int
     exit_layers: Sequence[int] = ()
@@ -102,7 +102,7 @@ def decode(
 
 def find_drafts(
     setting: Setting, exit_layers: Sequence[int] = (), draft_model: str | None = None
-) -> dict[str, Draft]:
+) -> dict[str, DraftContender]:
     """Drafts, with their low-bit copies: lookup, early exits, by default a middle and a late one,
     all layers in low bits, the plan in the model's folder and the draft model, if any, and --draft
     auto; those by one model also with the adaptive exit.
@@ -117,10 +117,10 @@ def find_drafts(
     if draft_model:
         by_model["model"] = DraftOptions("model", draft_model=draft_model)
 
-    def draft(options: DraftOptions, steps_of: str | None = None) -> Draft:
+    def draft(options: DraftOptions, steps_of: str | None = None) -> DraftContender:
         drafting = setting.drafting(options, setting.params)
         drafting.preparation.work()
-        return Draft(drafting, steps_of)
+        return DraftContender(drafting, steps_of)
 
     found = {"lookup": draft(DraftOptions("lookup"))}
     for name, options in by_model.items():
