@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmark.contenders import LIBRARIES, PACKAGES, Bench, find_drafts, library_contenders
+from benchmark.contenders import LIBRARIES, Bench, find_drafts, library_contenders
 from benchmark.off_grid import off_grid_folder
 from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
@@ -59,6 +59,7 @@ OPTIONS: Groups = {
         "--exit-layer": {
             "type": int,
             "nargs": "+",
+            "default": (),
             "metavar": "N",
             "help": "layers of the early exits to draft with (default: a middle and a late one)",
         },
@@ -158,11 +159,20 @@ def prepare(options: argparse.Namespace) -> Bench:
         raise InputError(
             f"the longest text exceeds the context of {context}: lower --max-new-tokens"
         )
-    libraries = library_contenders(options, setting)
-    drafts = find_drafts(options, setting)
+    named = options.exit_layer, options.draft_model
+    libraries = library_contenders(setting, options.against, *named)
+    drafts = find_drafts(setting, *named)
     if why := setting.model.why_rows_vary:
         say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
-    return Bench(options, setting, prompts, drafts, libraries)
+    return Bench(
+        setting,
+        prompts,
+        drafts,
+        libraries,
+        options.max_new_tokens,
+        options.exit_layer,
+        options.quick,
+    )
 
 
 def benchmark(options: argparse.Namespace) -> None:
@@ -173,7 +183,7 @@ def benchmark(options: argparse.Namespace) -> None:
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(device),
-        "versions": {name: metadata.version(PACKAGES[name]) for name in options.against},
+        "versions": {name: metadata.version(LIBRARIES[name]) for name in options.against},
         "options": {name: str(value) for name, value in vars(options).items()},
     }
     if options.json:

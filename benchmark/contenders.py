@@ -2,8 +2,7 @@
 llama.cpp on a file.
 """
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -22,10 +21,9 @@ from decoding.verify import Coupling
 from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
-ADAPTIVE = ", adaptive"  # suffix of a draft's name: under Draft & Verify's adaptive exit
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
-PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
+LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # their packages
 
 
 @dataclass(frozen=True)
@@ -44,30 +42,52 @@ class Written:
 Contender = Callable[[list[int], int], Written]
 
 
+@dataclass(frozen=True)
+class DraftContender:
+    """Way to draft, a row of the tables.
+
+    ``steps_of``: the draft by one model whose draft steps it makes, itself or the one without the
+    adaptive exit. None for lookup, which makes none, and for --draft auto, which makes several.
+    """
+
+    drafting: Drafting
+    steps_of: str | None = None
+
+
 @dataclass
 class Bench:
     """Input of every section.
 
     ``prompts``: kind and token ids of each; the kind is a key of ``search.texts.PROMPTS``, or
-    "stories". ``drafts`` and ``libraries`` are those of ``find_drafts`` and ``library_contenders``.
+    "stories". ``drafts`` and ``libraries`` are those of ``find_drafts`` and ``library_contenders``,
+    by the names in the tables. ``exit_layers``: the early exits asked for.
     """
 
-    options: argparse.Namespace
     setting: Setting
     prompts: list[tuple[str, list[int]]]
-    drafts: dict[str, Drafting]
+    drafts: dict[str, DraftContender]
     libraries: dict[str, Contender]
+    max_new_tokens: int
+    exit_layers: Sequence[int] = ()
+    quick: bool = False
 
     @cached_property
     def costs(self) -> dict[str, CostTable]:
         """Cost table of lookup and of each draft that one model makes, measured at its first
         use.
         """
-        drafts = {name: way for name, way in self.drafts.items() if name + ADAPTIVE in self.drafts}
+        by_model = {
+            name: draft.drafting for name, draft in self.drafts.items() if draft.steps_of == name
+        }
         prompts = [ids for _, ids in self.prompts]
         longest = LONGEST_VERIFICATION - 1
-        tables = measure_costs(self.setting, prompts, list(drafts.values()), longest)
-        return dict(zip(("lookup", *drafts), tables, strict=True))
+        tables = measure_costs(self.setting, prompts, list(by_model.values()), longest)
+        return dict(zip(("lookup", *by_model), tables, strict=True))
+
+    def costs_of(self, name: str) -> CostTable | None:
+        """Cost table of a draft's rounds; None for a name of no draft, and for --draft auto."""
+        draft = self.drafts.get(name)
+        return self.costs.get(draft.steps_of or name) if draft else None
 
 
 def decode(
@@ -80,31 +100,40 @@ def decode(
     return Written(sample.tokens, sample.rounds, prefill)
 
 
-def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Drafting]:
-    """Drafts, with their low-bit copies: lookup, early exits, all layers in low bits, the plan in
-    the model's folder and the draft model, if any, and --draft auto; those by one model also with
-    the adaptive exit.
+def find_drafts(
+    setting: Setting, exit_layers: Sequence[int] = (), draft_model: str | None = None
+) -> dict[str, DraftContender]:
+    """Drafts, with their low-bit copies: lookup, early exits, by default a middle and a late one,
+    all layers in low bits, the plan in the model's folder and the draft model, if any, and --draft
+    auto; those by one model also with the adaptive exit.
     """
     layers = setting.model.num_layers
-    exits = options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0})
+    exits = exit_layers or sorted({layers // 2, layers * 4 // 5} - {0})
     by_model = {f"exit {layer}": DraftOptions("exit", exit_layer=layer) for layer in exits}
     if setting.model.fast_bits:
         by_model["low bits"] = DraftOptions("lowbit")
     if (setting.folder / "plan.json").exists():
         by_model["plan.json"] = DraftOptions("skip")
-    if options.draft_model:
-        by_model["model"] = DraftOptions("model", draft_model=options.draft_model)
-    ways = {"lookup": DraftOptions("lookup")}
-    for name, way in by_model.items():
-        ways |= {name: way, name + ADAPTIVE: replace(way, adaptive=True)}
-    ways["auto"] = DraftOptions("auto")
-    found = {name: setting.drafting(way, setting.params) for name, way in ways.items()}
-    for drafting in found.values():
+    if draft_model:
+        by_model["model"] = DraftOptions("model", draft_model=draft_model)
+
+    def draft(options: DraftOptions, steps_of: str | None = None) -> DraftContender:
+        drafting = setting.drafting(options, setting.params)
         drafting.preparation.work()
-    return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
+        return DraftContender(drafting, steps_of)
+
+    found = {"lookup": draft(DraftOptions("lookup"))}
+    for name, options in by_model.items():
+        found[name] = draft(options, name)
+        found[f"{name}, adaptive"] = draft(replace(options, adaptive=True), name)
+    found["auto"] = draft(DraftOptions("auto"))
+    # A plan of which no draft pays has length 0.
+    return {name: each for name, each in found.items() if each.drafting.new_policy().gamma}
 
 
-def transformers_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
+def transformers_contenders(
+    setting: Setting, exit_layers: Sequence[int], draft_model: str | None
+) -> dict[str, Contender]:
     """Contenders: ``generate`` of transformers on the same checkpoint, dtype and device, with each
     way to draft.
     """
@@ -139,11 +168,11 @@ def transformers_contenders(options: argparse.Namespace, setting: Setting) -> di
         "transformers": write,
         "transformers, lookup": partial(write, prompt_lookup_num_tokens=GAMMA),
     }
-    if options.exit_layer:
-        deepest = max(options.exit_layer)
+    if exit_layers:
+        deepest = max(exit_layers)
         found[f"transformers, exit {deepest}"] = partial(write, assistant_early_exit=deepest)
-    if options.draft_model:
-        draft = load(model_folder(options.draft_model))
+    if draft_model:
+        draft = load(model_folder(draft_model))
         found["transformers, model"] = partial(write, assistant_model=draft)
     return found
 
@@ -164,31 +193,35 @@ def load_llama_cpp(file: str, positions: int, device: torch.device) -> Any:
     )
 
 
-def llama_cpp_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
+def llama_cpp_contender(setting: Setting, file: str) -> Contender:
     """Contender: plain decoding of llama.cpp from a GGUF file."""
-    file = options.against["llama.cpp"]
     theirs = load_llama_cpp(file, max(setting.positions, *LENGTHS), setting.model.device)
 
     def write(prompt: list[int], count: int) -> Written:
         theirs.reset()  # otherwise the same prompt again needs no prefill
         return Written(list(islice(theirs.generate(prompt, temp=0.0), count)))
 
-    return {"llama.cpp": write}
+    return write
 
 
-LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_contenders}
-
-
-def library_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
-    """Contenders of the libraries of --against. Raises InputError for one that cannot load the
-    model, or is missing.
+def library_contenders(
+    setting: Setting,
+    against: Mapping[str, str],
+    exit_layers: Sequence[int] = (),
+    draft_model: str | None = None,
+) -> dict[str, Contender]:
+    """Contenders of the libraries ``against``, each with its file, or "". Under the name of the
+    library it decodes plainly. Raises InputError for one that cannot load the model, or is missing.
     """
     found: dict[str, Contender] = {}
-    for library in options.against:
+    for library, file in against.items():
         needs = (
-            f"--against {library} needs pip install {PACKAGES[library]}; llama.cpp also needs"
+            f"--against {library} needs pip install {LIBRARIES[library]}; llama.cpp also needs"
             " =FILE.gguf"
         )
         with explaining(needs, (Exception,)):  # a library may raise anything
-            found |= LIBRARIES[library](options, setting)
+            if library == "llama.cpp":
+                found[library] = llama_cpp_contender(setting, file)
+            else:
+                found |= transformers_contenders(setting, exit_layers, draft_model)
     return found

@@ -10,7 +10,7 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
 from benchmark.contenders import load_llama_cpp
-from benchmark.sections import timed
+from benchmark.timing import timed
 from cli.table import Row
 from model import Decoder, InputError, ModelConfig
 

@@ -5,26 +5,26 @@ The first line of a section's docstring is the title of its table.
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice, product
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from benchmark.contenders import (
-    ADAPTIVE,
     LENGTHS,
+    LIBRARIES,
     LONGEST_VERIFICATION,
     Bench,
     Contender,
     Written,
     decode,
 )
+from benchmark.timing import floor_of, take_turns, timed
 from cli.files import read_json
 from cli.table import Row
 from decoding.drafters import ForcedTokens
@@ -37,20 +37,15 @@ from decoding.run.together import Scheduler
 from decoding.run.writer import Drafting, Sample, Task, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder, LayerPlan, now
 from search.costs import CostTable
-from weights.memory import bytes_read
 
 WARM_UP_TOKENS = 8  # of a text of each contender
 QUICK_LENGTH = 1024  # of the longest prompt of which the first token is timed under --quick
-STEP_REPEATS = 7
 SCHEMAS = Path(__file__).with_name("schemas.json")
 STRUCTURED_TOKENS = 256  # of the longest text
 STRUCTURED_TURNS = 5  # texts of each draft and schema
 STRUCTURED_POSITIONS = 1024  # with the prompt, which names the schema
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
-# enough that the time to read them can be measured
-BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 
 def costs_section(bench: Bench) -> list[Row]:
@@ -70,24 +65,39 @@ def costs_section(bench: Bench) -> list[Row]:
     ]
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Result of some work on the device, and its seconds."""
-    began = now(device)
-    result = work()
-    return result, now(device) - began
+def speed_section(bench: Bench) -> list[Row]:
+    """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
+    setting = bench.setting
+    writer = Writer(setting.model, setting.positions)
+    ways = {"plain": writer.plain}
+    ways |= {name: draft.drafting for name, draft in bench.drafts.items()}
+    ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
+    texts = time_texts(bench, ours | bench.libraries)
+    return [speed_row(bench, name, found, texts["plain"]) for name, found in texts.items()]
 
 
-@torch.inference_mode()
-def take_turns(
-    steps: Mapping[str, Callable[[], object]], repeats: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds of each repeat of each step: each runs once as warm-up, then all in turn, ``repeats``
-    times.
-    """
-    for step in steps.values():
-        step()
-    turns = [{name: timed(step, device)[1] for name, step in steps.items()} for _ in range(repeats)]
-    return {name: [seconds[name] for seconds in turns] for name in steps}
+def speed_row(bench: Bench, name: str, texts: list[Written], plain: list[Written]) -> Row:
+    """Results of a contender on all prompts, beside the plain texts."""
+    pairs = list(zip(texts, plain, strict=True))
+    speedups = [other.seconds / text.seconds for text, other in pairs]
+    by_kind: dict[str, list[float]] = {}
+    for (kind, _), speedup in zip(bench.prompts, speedups, strict=True):
+        by_kind.setdefault(kind, []).append(speedup)
+    rounds = Statistics()
+    for round in chain.from_iterable(text.rounds for text in texts):
+        rounds.add(round)
+    costs = bench.costs_of(name)
+    return {
+        "decoder": name,
+        "tokens/s": spread(bench.max_new_tokens / text.seconds for text in texts),
+        "speed-up": spread(speedups),
+        "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
+        "accepted": rounds.acceptance_rate,
+        "a round": rounds.tokens_per_round or None,
+        "equal": count_equal((text.tokens, other.tokens) for text, other in pairs),
+        "seconds": [text.seconds for text in texts],
+        **{kind: statistics.median(found) for kind, found in by_kind.items()},
+    }
 
 
 def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list[Written]]:
@@ -102,7 +112,7 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
         bench.prompts, "measuring", console=Console(stderr=True), transient=True
     ):
         for name, write in contenders.items():
-            work = partial(write, prompt, bench.options.max_new_tokens)
+            work = partial(write, prompt, bench.max_new_tokens)
             text, seconds = timed(work, device)
             found[name].append(replace(text, seconds=seconds))
     return found
@@ -119,58 +129,24 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
     return plain.seconds / (text.prefill + step * steps)
 
 
-def speed_section(bench: Bench) -> list[Row]:
-    """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    setting = bench.setting
-    writer = Writer(setting.model, setting.positions)
-    ways = {"plain": writer.plain, **bench.drafts}
-    ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
-    texts = time_texts(bench, ours | bench.libraries)
-    kinds = [kind for kind, _ in bench.prompts]
-    rows = []
-    for name, found in texts.items():
-        pairs = list(zip(found, texts["plain"], strict=True))
-        sums = Statistics()
-        for round in chain.from_iterable(text.rounds for text in found):
-            sums.add(round)
-        costs = bench.costs.get(name.removesuffix(ADAPTIVE))
-        speedups = [plain.seconds / text.seconds for text, plain in pairs]
-        of_kind = {
-            kind: [gain for other, gain in zip(kinds, speedups, strict=True) if other == kind]
-            for kind in kinds
-        }
-        rows.append(
-            {
-                "decoder": name,
-                "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
-                "speed-up": spread(speedups),
-                "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
-                "accepted": sums.acceptance_rate,
-                "a round": sums.tokens_per_round or None,
-                "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
-                "seconds": [text.seconds for text in found],
-                **{kind: statistics.median(gains) for kind, gains in of_kind.items()},
-            }
-        )
-    return rows
-
-
 def together_section(bench: Bench) -> list[Row]:
     """Texts written up to n at a time: tokens per second of all, and the speed-up of drafts.
 
-    Always the same 16 texts, without the time until their first tokens. "equal" counts the texts
-    that equal those written alone.
+    Always the same 16 texts, without the time until their first tokens. The draft beside --draft
+    auto is the draft model's, or of an early exit that was asked for, or in low bits. "equal"
+    counts the texts that equal those written alone.
     """
     setting = bench.setting
     model = setting.model
-    exits = [f"exit {layer}" for layer in bench.options.exit_layer or ()]
+    exits = [f"exit {layer}" for layer in bench.exit_layers]
     draft = next(
         name for name in ("model", *exits, "low bits", *bench.drafts) if name in bench.drafts
     )
-    ways = {"plain": plain(model), draft: bench.drafts[draft], "auto": bench.drafts["auto"]}
+    ways = {"plain": plain(model)}
+    ways |= {name: bench.drafts[name].drafting for name in (draft, "auto")}
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = partial(decode, Writer(model, setting.positions), setting, ways["plain"])
-    texts = [alone(prompt, bench.options.max_new_tokens).tokens for prompt in prompts]
+    texts = [alone(prompt, bench.max_new_tokens).tokens for prompt in prompts]
     rows = []
     for slots in track(TOGETHER, "writing together", console=Console(stderr=True)):
         found = {name: write_together(bench, way, prompts, slots) for name, way in ways.items()}
@@ -196,7 +172,7 @@ def write_together(
     """
     setting = bench.setting
     scheduler = Scheduler(setting.model, setting.positions, slots)
-    count = bench.options.max_new_tokens
+    count = bench.max_new_tokens
     seconds = []
     for budget in (1, count):
         tasks = [
@@ -217,9 +193,10 @@ def write_together(
 def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
     model = bench.setting.model
-    longest = min(model.max_positions, QUICK_LENGTH if bench.options.quick else LENGTHS[-1])
+    longest = min(model.max_positions, QUICK_LENGTH if bench.quick else LENGTHS[-1])
     ours = partial(decode, Writer(model, longest), bench.setting, plain(model))
-    contenders = {"plain": ours} | {name: bench.libraries[name] for name in bench.options.against}
+    contenders = {"plain": ours}
+    contenders |= {name: write for name, write in bench.libraries.items() if name in LIBRARIES}
     rows = []
     for tokens in [length for length in LENGTHS if length <= longest]:
         steps = {name: partial(write, [0] * tokens, 1) for name, write in contenders.items()}
@@ -244,20 +221,6 @@ def floor_section(bench: Bench) -> list[Row]:
     return [floor_of(model) | peak]
 
 
-def floor_of(model: Decoder) -> Row:
-    """Bytes of the weights that a step reads, the speed of the memory, and their quotient."""
-    block = torch.ones(BANDWIDTH_BYTES.get(model.device.type, 1 << 28) // 4, device=model.device)
-    seconds = take_turns({"read": block.sum}, STEP_REPEATS, model.device)["read"]
-    speed = block.nbytes / min(seconds)
-    size = bytes_read(model.config, LayerPlan.full(model.num_layers), model.dtype.itemsize)
-    return {
-        "MB": size / 1e6,
-        "GB/s": speed / 1e9,
-        "ms": 1e3 * size / speed,
-        "tokens/s": speed / size,
-    }
-
-
 def structured_section(bench: Bench) -> list[Row]:
     """Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.
 
@@ -276,9 +239,11 @@ def structured_section(bench: Bench) -> list[Row]:
         lambda: FixedLength(LONGEST_VERIFICATION - 1),
     )
     drafts = {"forced": forced}
-    drafts |= {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
+    for name in ("low bits", "auto"):
+        if name in bench.drafts:
+            drafts[name] = bench.drafts[name].drafting
     ways = {"plain": writer.plain, **drafts}
-    seeds = range(2 if bench.options.quick else 1 + STRUCTURED_TURNS)
+    turns = 2 if bench.quick else 1 + STRUCTURED_TURNS
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
         schema = json.dumps(each["schema"])
@@ -286,7 +251,7 @@ def structured_section(bench: Bench) -> list[Row]:
         rules = Rules(STRUCTURED_TOKENS, setting.tokenizer.eos_ids, grammar=grammar)
         writer.begin(encode_prompt(setting.tokenizer, each["request"], schema=schema))
         found: dict[str, list[Sample]] = {way: [] for way in ways}
-        for seed, (way, drafting) in product(seeds, ways.items()):
+        for seed, (way, drafting) in product(range(turns), ways.items()):
             coupling = Coupling(setting.coupling, seed)
             text = writer.write(writer.new_text(rules), drafting, setting.params, coupling)
             found[way].append(text)

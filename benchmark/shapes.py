@@ -6,7 +6,7 @@ are computed for several. A shape is a name in ``shapes.json`` or the ``config.j
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,10 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
-from benchmark.sections import floor_of, take_turns, timed
+from benchmark.timing import floor_of, take_turns, timed
 from cli.files import read_json
 from cli.table import Row
-from decoding.randomness import KeyedRandomness, Place
-from decoding.sampling import SamplingParams, distribution
-from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, now, parse_config
+from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from search.costs import CostTable, best_speedup
 from weights.memory import (
@@ -41,8 +39,6 @@ REPEATS = 7
 EXIT = 0.25  # share of the layers that an early exit runs
 RANDOM_NUMBERS = 1 << 20  # repeated in every weight
 CLEAR_PEAK = Path("/proc/self/clear_refs")  # of Linux: "5" sets the peak to the present size
-PEAKED = 4.0  # standard deviation of logits of an entropy like that of text
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -80,37 +76,35 @@ def measure_shape(
     config = config_of(shape)
     if beside_llama_cpp:
         check_llama_cpp(config, dtype)
-    layers = config.num_layers
     positions = max(PROMPTS) + max(ROWS)
-    low_bits = LayerPlan.full(layers).in_bits(4)
     expected = partial(estimate, config, dtype, positions, prompt=max(PROMPTS), fast_on=device)
     check_fits(expected(), device)
     watches_peak = device.type == "cpu" and CLEAR_PEAK.exists()
     if watches_peak:
         CLEAR_PEAK.write_text("5")
         before = peak_bytes()
-    began = now(device)
-    model = accelerate(random_model(config, dtype, device))
-    cache = model.new_cache(positions)
-    step_of(model, cache, 1, None, 0)()
-    row: Row = {
-        "shape": shape,
-        "parameters, 10⁶": parameter_count(config) / 1e6,
-        "start, s": now(device) - began,
-    }
-    copied = bool(model.fast_bits) and has_memory_for(model, [low_bits])
-    if copied:
+
+    def start() -> tuple[Decoder, KVCache]:
+        model = accelerate(random_model(config, dtype, device))
+        cache = model.new_cache(positions)
+        run_step(model, cache, start=0)
+        return model, cache
+
+    row: Row = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
+    (model, cache), row["start, s"] = timed(start, device)
+    low_bits: LayerPlan | None = LayerPlan.full(config.num_layers).in_bits(4)
+    if not model.fast_bits or not has_memory_for(model, [low_bits]):
+        low_bits = None
+    if low_bits:
         _, row["copies, s"] = timed(partial(model.prepare, low_bits), device)
         row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
     for count in PROMPTS:
-        began = now(device)
-        model.prefill(torch.zeros(1, count - 1, dtype=torch.int64, device=device), cache)
-        step_of(model, cache, 1, None, count - 1)()
-        row[f"first token after {count}, s"] = now(device) - began
+        reading = partial(read_prompt, model, cache, count)
+        _, row[f"first token after {count}, s"] = timed(reading, device)
     if watches_peak:  # before the block that measures the memory's speed
         row["peak, GB"] = (peak_bytes() - before) / 1e9
-        row["estimate, GB"] = expected(plan=low_bits if copied else None).total / 1e9
-    row |= measured_steps(model, cache, low_bits, copied)
+        row["estimate, GB"] = expected(plan=low_bits).total / 1e9
+    row |= measured_steps(model, cache, low_bits)
     return row | llama_cpp_costs(model, min(PROMPTS)) if beside_llama_cpp else row
 
 
@@ -120,28 +114,37 @@ def peak_bytes() -> int:
     return int(peak[1]) * 1024
 
 
-def step_of(
-    model: Decoder, cache: KVCache, rows: int, plan: LayerPlan | None, start: int = POSITION
-) -> Callable[[], torch.Tensor]:
-    """A step of some rows under a plan, from a position on."""
-    tokens = torch.zeros(1, rows, dtype=torch.int64, device=model.device)
-    return lambda: model(tokens, cache, start, plan)
+def read_prompt(model: Decoder, cache: KVCache, count: int) -> None:
+    """Read a prompt of ``count`` tokens: up to the logits of the first token after it."""
+    ids = torch.zeros(1, count - 1, dtype=torch.int64, device=model.device)
+    model.prefill(ids, cache)
+    run_step(model, cache, start=count - 1)
 
 
-def measured_steps(model: Decoder, cache: KVCache, low_bits: LayerPlan, copied: bool) -> Row:
-    """Times of steps, in turns: of one row beside its floor, and in its units those of more rows,
-    of drafts, and of sampling a token; and the speed-ups that follow.
+def run_step(
+    model: Decoder,
+    cache: KVCache,
+    rows: int = 1,
+    plan: LayerPlan | None = None,
+    start: int = POSITION,
+) -> None:
+    """Run a step of some rows under a plan, from a position on."""
+    model(torch.zeros(1, rows, dtype=torch.int64, device=model.device), cache, start, plan)
+
+
+def measured_steps(model: Decoder, cache: KVCache, low_bits: LayerPlan | None) -> Row:
+    """Times of steps, in turns: of one row beside its floor, and in its units those of more rows
+    and of drafts; and the speed-ups that follow. Low bits are drafted in if their plan is given.
     """
     layers = model.num_layers
     early = LayerPlan.early_exit(layers, max(1, round(EXIT * layers)))
     drafts = {"exit": early}
-    if copied:
+    if low_bits:
         drafts = {"low bits": low_bits, "exit": early, "exit in low bits": early.in_bits(4)}
     cache.claim(range(layers), 0, POSITION)  # which a step attends to
-    steps = {f"{rows} rows": step_of(model, cache, rows, None) for rows in ROWS}
-    steps |= {name: step_of(model, cache, 1, plan) for name, plan in drafts.items()}
-    logits = PEAKED * torch.randn(1, model.vocab_size, device=model.device)
-    steps["sampling"] = partial(sample, logits)
+    step = partial(run_step, model, cache)
+    steps = {f"{rows} rows": partial(step, rows) for rows in ROWS}
+    steps |= {name: partial(step, plan=plan) for name, plan in drafts.items()}
     times = take_turns(steps, REPEATS, model.device)
     seconds = {name: statistics.median(each) for name, each in times.items()}
     one = seconds.pop("1 rows")
@@ -157,12 +160,6 @@ def measured_steps(model: Decoder, cache: KVCache, low_bits: LayerPlan, copied: 
         costs = CostTable(row[name], verify)
         row |= {f"{name} at {a}": best_speedup(a, costs) for a in ACCEPTANCES}
     return row
-
-
-def sample(logits: torch.Tensor) -> torch.Tensor:
-    """A token of the race by temperature and top-p, as a round draws it."""
-    probs = distribution(logits, torch.zeros(0, dtype=torch.int64), SAMPLED)
-    return KeyedRandomness(0, logits.device).draw(probs[0], Place(0))
 
 
 def interpolated(costs: Sequence[float]) -> list[float]:

@@ -5,12 +5,8 @@ drafted token adds: its draft step, and its share of the verification. It writes
 1 + α + α² + ... + αᵏ expected tokens, with α the acceptance rate of a kind of draft (arXiv
 2211.17192, equation 1). The speed-up is their ratio; where none is above 1, the round is plain.
 
-While a model drafts, it tells how sure it is of each token. A token of low confidence is rejected
-more often. So the length is decided token by token: the draft ends where another token is not
-worth the time that it takes.
-
-α and s are learned while the text is written. That is a bandit with a known structure: all lengths
-of a draft share its α and its s. ``BreakEven`` decides by the estimates in ``Past``.
+α and s are learned while the text is written (``Past``): a bandit with a known structure, since all
+lengths of a draft share them.
 """
 
 from __future__ import annotations
@@ -29,42 +25,9 @@ KNOWN = "known"  # the name of the slope of tokens that are drafted without runn
 class BreakEven(Policy):
     """Draft choice by break-even: the offer of the largest expected speed-up, ended in time.
 
-    A round passes through four methods: ``draft_length``; ``choose`` among the offers of the
-    drafters; ``keep_drafting`` behind each token that a model draws; and ``observe``, with the
-    finished round.
-
-    Length: another token is drafted while the probability that it is accepted is more than its
-    slope times the speed-up that was expected of the draft. This probability is the product of the
-    acceptance rates of the draft's tokens, each at its confidence, and of α.
-
-    Credit: the plain rounds that may still be lost by drafting, at most ``Past.MOST_CREDIT``. No
-    draft is made that would lose more, were all of it rejected. A round adds 1 + ``SHARE`` per
-    token of the text and subtracts its cost. So texts never cost more than that credit plus 1 +
-    ``SHARE`` times plain decoding, by the slopes, whatever the target accepts. Asking the drafters
-    for offers has a cost too; it is saved while the credit is below ``RESERVE``, which is enough
-    for another trial.
-
-    Fading: the past of a model counts less after each round in which its offer is not taken. So α
-    goes back to its first value, and a slope above its first value does too. Bad luck in a few
-    rounds does not decide for long.
-
-    Known tokens: those that no model drafts, such as a lookup's. They have one slope, that of their
-    verification. They are compared with the text afterwards, even if their offer was not taken.
-
-    The clock (``grant_clock``) measures the slope of a model's tokens in each round in which it
-    drafts: by the time of a draft step, and that of the rest of the round, a plain round but for
-    the verification of the draft. Both are of the same moment, so that a busy machine does not
-    change the slope. Without a clock, and where no confidence is read behind each step, slopes keep
-    their first values. Where several texts share the model's steps no time is taken. Then each
-    other text adds ``ANOTHER_TEXT`` to the slopes, since the more rows a step has, the more another
-    row costs. So drafts become shorter, and at some number of texts none pays.
-
-    Forced tokens: those that constraints force are sure to be accepted, and the target verifies
-    them under every offer. So they count neither into α nor as a risk, and offers are compared
-    without their verification. A model must read them too, each at the slope of a known token. It
-    reads those before its first token, and behind each of its tokens as many as this text had so
-    far per token that was not forced. So a model drafts where few tokens are forced, and stays away
-    from a form that is to be filled in.
+    A round passes through four methods: ``draft_length``, whether to ask the drafters for offers;
+    ``choose`` among these; ``keep_drafting`` behind each token that a model draws; and ``observe``,
+    which learns from the finished round.
 
     Four rounds with one model, without a clock, where the slope is 0.65 and all confidences are
     0.75:
@@ -127,74 +90,67 @@ class BreakEven(Policy):
         self.sharers = sharers
         self.clock = clock
 
-    def slope(self, name: str) -> float:
-        """Estimate of the slope of a model's tokens, by the name of its offer, or of ``KNOWN``
-        ones.
-        """
-        alone = self.past.slopes.get(name, self.first_slopes[name])
-        return alone + self.ANOTHER_TEXT * (self.sharers() - 1)
-
-    def rates_of(self, offer: Offer) -> Rates:
-        """The acceptance rates of an offer's kind of draft."""
-        prior = self.priors.get(offer.kind, self.PRIOR_RATE)
-        return self.past.rates.setdefault(offer.kind, Rates(prior))
-
     def draft_length(self) -> int:
-        """0 where no drafter is asked for an offer: drafts have used up the credit."""
-        # A grammar's tokens need no luck.
+        """Largest number of tokens to draft; 0 where no drafter is asked for an offer.
+
+        Asking has a cost too. It is saved while the credit is below ``RESERVE``, which is enough
+        for another trial. Tokens that a grammar forces need no luck.
+        """
         asks = self.text_forced or self.past.credit >= self.RESERVE
         return self.LONGEST_WITH_FORCED if asks else 0
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        """The offer to take and the largest number of its tokens: 0 for a round without a draft."""
-        self.offers = offers
-        self.taken = None
+        """The offer to take and the largest number of its tokens: 0 for a round without a draft.
+
+        Tokens that constraints force are sure to be accepted, and the target verifies them under
+        every offer. So they count neither into α nor as a risk, and offers are compared without
+        their verification. Where no guess pays they are drafted alone.
+        """
+        only_forced = next((offer for offer in offers if offer.tokens), offers[0])
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
-        best = max(drafts, key=attrgetter("speedup"), default=None)
-        if best and best.speedup > 1:
-            self.taken = best
-        elif any(offer.forced for offer in offers):  # a plain round would waste the forced tokens
-            offer = next((offer for offer in offers if offer.tokens), offers[0])
-            self.taken = PossibleDraft(offer, 0, 1.0)
-        if self.taken is None:
-            return offers[0], 0
+        best = max([PossibleDraft(only_forced, 0, 1.0), *drafts], key=attrgetter("speedup"))
+        length = best.offer.forced + best.guesses
+        self.offers = offers
+        self.taken = best if length else None
         if self.clock:
-            self.taken.began = self.clock()
-        offer = self.taken.offer
-        return offer, offer.forced + self.taken.guesses
+            best.began = self.clock()
+        return best.offer, length
 
     def _best_draft(self, offer: Offer) -> PossibleDraft | None:
         """The draft of an offer, of one guess or more, with the largest speed-up.
 
-        None where the offer has no guess, or the credit does not cover the loss of one. A draft
-        that ends by confidence has as many guesses as the credit covers.
+        None where the offer has no guess, or the credit does not cover the loss of one: no draft is
+        made that would use up more, were all of it rejected. A draft that ends by confidence has as
+        many guesses as the credit covers.
         """
         slope = self.slope(slope_of(offer))
         longest = self.LONGEST_WITH_FORCED if offer.by_model else len(offer.tokens)
         rate = self.rates_of(offer).mean()
         before, between = self._reading(offer)
-        best = covered = 0
-        speedup = 0.0
+        speedups: list[float] = []  # of one guess, two guesses ...
         tokens = reached = 1.0
         cost = 1 + before
-        for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
+        for _ in range(min(self.gamma, longest - offer.forced)):
             cost += slope + between
             if cost - 1 > self.past.credit:
                 break
-            covered = guesses
             reached *= rate
             tokens += reached
-            if tokens > speedup * cost:
-                best = guesses
-                speedup = tokens / cost
-        if not best:
+            speedups.append(tokens / cost)
+        if not speedups:
             return None
+        speedup = max(speedups)
         ends_by_confidence = offer.by_model and self.reads_draft_confidence
-        return PossibleDraft(offer, covered if ends_by_confidence else best, speedup)
+        best = len(speedups) if ends_by_confidence else 1 + speedups.index(speedup)
+        return PossibleDraft(offer, best, speedup)
 
     def _reading(self, offer: Offer) -> tuple[float, float]:
-        """Expected times in plain rounds in which a model reads the forced tokens of its draft:
-        those before its first guess, and those behind each guess.
+        """Expected times in plain rounds in which a model reads the forced tokens of its draft,
+        each at the slope of a known token: those before its first guess, and those behind each
+        guess, as many as this text had so far per token that was not forced.
+
+        So a model drafts where few tokens are forced, and stays away from a form that is to be
+        filled in.
         """
         forced_so_far = self.text_forced + offer.forced
         if not offer.by_model or not forced_so_far:
@@ -203,6 +159,12 @@ class BreakEven(Policy):
         return offer.forced * slope, forced_so_far / (self.text_free + 1) * slope
 
     def keep_drafting(self, confidence: float) -> bool:
+        """Whether another token is worth its time: the probability that it is accepted is more than
+        its slope times the speed-up that was expected of the draft.
+
+        This probability is the product of the acceptance rates of the draft's tokens, each at its
+        confidence, and of α.
+        """
         draft = self.taken
         if draft is None:  # a drafter that makes no offers
             return True
@@ -215,8 +177,27 @@ class BreakEven(Policy):
         return draft.reached * rates.mean() > worth
 
     def observe(self, round: Round) -> None:
+        """Learn from a finished round, and settle its credit: a token of the text adds 1 +
+        ``SHARE``, and the cost is subtracted.
+
+        So texts never cost more than the credit plus 1 + ``SHARE`` times plain decoding, by the
+        slopes, whatever the target accepts.
+        """
         guessed, accepted = round.guessed
         forced = len(round.drafted) - guessed
+        written = len(round.emitted)
+        newly_forced = sum(round.forced[:written])
+        self.text_forced += newly_forced
+        self.text_free += written - newly_forced
+        self.past.spend(self._cost(guessed, forced) - (1 + self.SHARE) * written)
+        self._learn_rates(round.emitted, guessed, accepted)
+        self._learn_slopes(guessed, forced)
+        # the next round has none, unless its drafters are asked
+        self.offers = ()
+        self.taken = None
+
+    def _cost(self, guessed: int, forced: int) -> float:
+        """Time of the round in plain rounds, by the slopes."""
         cost = 1.0
         if forced:  # the target has read them, and a model that drafted has too
             by_model = self.taken and self.taken.offer.by_model and guessed
@@ -225,20 +206,15 @@ class BreakEven(Policy):
             cost += self.ASKING
         if self.taken:
             cost += guessed * self.slope(slope_of(self.taken.offer))
-        written = len(round.emitted)
-        newly_forced = sum(round.forced[:written])
-        self.text_forced += newly_forced
-        self.text_free += written - newly_forced
-        self.past.spend(cost - (1 + self.SHARE) * written)
-        self._learn_rates(round.emitted, guessed, accepted)
-        self._learn_slopes(guessed, forced)
-        # the next round has none, unless its drafters are asked
-        self.offers = ()
-        self.taken = None
+        return cost
 
     def _learn_rates(self, emitted: Sequence[int], guessed: int, accepted: int) -> None:
         """Learn acceptance rates from the tokens of a round, of which ``guessed`` were not forced
-        and ``accepted`` of these were kept: of known tokens also where their offer was not taken.
+        and ``accepted`` of these were kept.
+
+        Known tokens are compared with the text even where their offer was not taken. The past of a
+        model that was not taken counts less, so that its α goes back to the prior: bad luck in a
+        few rounds does not decide for long.
         """
         for offer in self.offers:
             rates = self.rates_of(offer)
@@ -255,7 +231,13 @@ class BreakEven(Policy):
                 rates.fade(self.FADE)
 
     def _learn_slopes(self, guessed: int, forced: int) -> None:
-        """Learn the slope of the model that drafted, by the clock, if there is one."""
+        """Learn the slope of the model that drafted, if there is a clock: from the time of a draft
+        step, and that of the rest of the round, a plain round but for the verification.
+
+        Both are of the same moment, so that a busy machine does not change the slope. Slopes keep
+        their first values where no confidence is read behind each step, and no time is taken where
+        other texts share the model's steps.
+        """
         draft = self.taken
         name = slope_of(draft.offer) if draft else None
         for other in self.past.slopes.keys() - {name}:
@@ -269,6 +251,21 @@ class BreakEven(Policy):
         before = self.slope(name)
         measured = self.past.learn_slope(name, before, step / plain + verification)
         self.past.spend(guessed * (measured - before))
+
+    def slope(self, name: str) -> float:
+        """Estimate of the slope of a model's tokens, by the name of its offer, or of ``KNOWN``
+        ones, which need no more than their verification.
+
+        The more rows a step has, the more another row costs. So with each other text that shares
+        the model's steps drafts become shorter, and at some number of texts none pays.
+        """
+        alone = self.past.slopes.get(name, self.first_slopes[name])
+        return alone + self.ANOTHER_TEXT * (self.sharers() - 1)
+
+    def rates_of(self, offer: Offer) -> Rates:
+        """The acceptance rates of an offer's kind of draft."""
+        prior = self.priors.get(offer.kind, self.PRIOR_RATE)
+        return self.past.rates.setdefault(offer.kind, Rates(prior))
 
 
 @dataclass
@@ -295,68 +292,12 @@ def slope_of(offer: Offer) -> str:
     return offer.name if offer.by_model else KNOWN
 
 
-class Rates:
-    """Acceptance rate of a kind of draft, by the confidence of a token in tenths.
-
-    ``accepted`` and ``judged`` count tokens of past rounds, per tenth and in all. The tokens behind
-    a rejected one are not judged. To fade the past, no count is changed: the ``unit`` in which new
-    tokens count grows instead. Where little was judged the rate is close to a prior one: that of
-    all tokens to the first α, ``prior``, that of a confidence to the rate of all.
-    """
-
-    PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
-    LARGEST_UNIT = 1e100
-
-    def __init__(self, prior: float) -> None:
-        self.prior = prior
-        self.unit = 1.0
-        self.accepted = [0.0] * (ALL + 1)
-        self.judged = [0.0] * (ALL + 1)
-
-    def mean(self) -> float:
-        """The rate of all tokens."""
-        return self._rate(ALL, self.prior)
-
-    def at(self, confidence: float) -> float:
-        """The rate of tokens of this confidence."""
-        return self._rate(tenth(confidence), self.mean())
-
-    def _rate(self, place: int, prior: float) -> float:
-        weight = self.PRIOR_WEIGHT * self.unit
-        return (self.accepted[place] + prior * weight) / (self.judged[place] + weight)
-
-    def learn(self, confidences: Sequence[float], accepted: int, memory: float) -> None:
-        """Add the judged tokens of a round, of which the first ones were ``accepted``."""
-        self.fade(memory)
-        for number, confidence in enumerate(confidences):
-            for place in (tenth(confidence), ALL):
-                self.judged[place] += self.unit
-                if number < accepted:
-                    self.accepted[place] += self.unit
-
-    def fade(self, memory: float) -> None:
-        """Count the past ``memory`` times as much as before."""
-        self.unit /= memory
-        if self.unit > self.LARGEST_UNIT:
-            self.accepted = [each / self.unit for each in self.accepted]
-            self.judged = [each / self.unit for each in self.judged]
-            self.unit = 1.0
-
-
-ALL = 10  # the place of the counts of all tenths
-
-
-def tenth(confidence: float) -> int:
-    """Number of the tenth, from 0 to 9, in which a confidence is."""
-    return min(9, int(10 * confidence))
-
-
 @dataclass
 class Past:
     """Estimates from past rounds, of one text or, where these have a clock, of several.
 
     ``rates``: by kind of draft. ``slopes``: those measured, by the name of a model's offer.
-    ``credit``: see ``BreakEven``.
+    ``credit``: the plain rounds that may still be lost by drafting.
     """
 
     MOST_CREDIT = 10.0
@@ -388,3 +329,49 @@ class Past:
         """
         if self.slopes[name] > first:
             self.slopes[name] = first * (self.slopes[name] / first) ** self.FADE
+
+
+class Rates:
+    """Acceptance rate of a kind of draft, by the confidence of a token in tenths.
+
+    ``accepted`` and ``judged`` count the tokens of past rounds per tenth, the later ones more. The
+    tokens behind a rejected one are not judged. Where little was judged the rate is close to a
+    prior one: that of all tokens to the first α, ``prior``, that of a confidence to the rate of
+    all.
+    """
+
+    PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
+
+    def __init__(self, prior: float) -> None:
+        self.prior = prior
+        self.accepted = [0.0] * 10
+        self.judged = [0.0] * 10
+
+    def mean(self) -> float:
+        """The rate of all tokens."""
+        return self._rate(sum(self.accepted), sum(self.judged), self.prior)
+
+    def at(self, confidence: float) -> float:
+        """The rate of tokens of this confidence."""
+        place = tenth(confidence)
+        return self._rate(self.accepted[place], self.judged[place], self.mean())
+
+    def _rate(self, accepted: float, judged: float, prior: float) -> float:
+        return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
+
+    def learn(self, confidences: Sequence[float], accepted: int, memory: float) -> None:
+        """Add the judged tokens of a round, of which the first ones were ``accepted``."""
+        self.fade(memory)
+        for number, confidence in enumerate(confidences):
+            self.judged[tenth(confidence)] += 1
+            self.accepted[tenth(confidence)] += number < accepted
+
+    def fade(self, memory: float) -> None:
+        """Count the past ``memory`` times as much as before."""
+        self.accepted = [memory * each for each in self.accepted]
+        self.judged = [memory * each for each in self.judged]
+
+
+def tenth(confidence: float) -> int:
+    """Number of the tenth, from 0 to 9, in which a confidence is."""
+    return min(9, int(10 * confidence))

@@ -157,6 +157,7 @@ class ModelDrafter:
         context = text.tensor(self.model.device)
         start = self.cache.length
         unread = context[start:]  # tokens that are not yet in the cache
+        ends_at_eos = ends_at_end_of_text(text, policy, self.model.device)
         # only the penalty and constraints read the drafted tokens before the draft ends
         extends = params.repetition_penalty != 1 or bool(text.constraints)
         draft: list[Draft] = []  # of one token each
@@ -189,9 +190,7 @@ class ModelDrafter:
                     break
             if extends:
                 context = torch.cat((context, token[None]))
-            # Constraints read the token in any case. Without them a GPU would have to synchronise.
-            on_cpu = policy.reads_draft_confidence and token.device.type == "cpu"
-            if (text.constraints or on_cpu) and int(token) in text.rules.eos_ids:
+            if ends_at_eos and int(token) in text.rules.eos_ids:
                 break
         return in_a_row([self.empty, *draft])
 
@@ -352,6 +351,17 @@ class BestOf:
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():
             drafter.rollback(length)
+
+
+def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> bool:
+    """Whether a model's draft ends with an end-of-text token: what follows would be discarded.
+
+    It does where the host reads the tokens anyway: for constraints, or on a CPU for a policy that
+    asks for their confidences. Elsewhere a GPU would have to synchronise for each, and a draft of
+    fixed length has its length.
+    """
+    reads_confidence_on_cpu = policy.reads_draft_confidence and device.type == "cpu"
+    return bool(text.constraints) or reads_confidence_on_cpu
 
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:

@@ -48,7 +48,7 @@ from search.study import (
 from search.texts import read_prompts, split_texts
 from weights.load import DTYPES, model_fingerprint, model_folder
 
-VERSION = 7  # of the journal
+VERSION = 8  # of the journal
 SEARCH_DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
 
 

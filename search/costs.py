@@ -146,15 +146,19 @@ def measure_costs(
         ratios.append([write_timed(writer, setting, way, count)[1] / plain for way, count in ways])
     # the first turn warms up
     medians = [statistics.median(each) for each in zip(*ratios[1:], strict=True)]
-    verify = (1.0, *medians[:longest])
-    tables = [CostTable(0.0, verify)]
+    known = CostTable(0.0, (1.0, *medians[:longest]))
     of_drafts = zip(medians[longest::2], medians[longest + 1 :: 2], lengths, strict=True)
-    for of_one, of_all, length in of_drafts:
-        first = max(0.0, of_one - verify[1])
-        others = max(0.0, of_all - verify[length] - first)
-        step = others / (length - 1) if length > 1 else first
-        tables.append(CostTable(step, verify, first=max(0.0, first - step)))
-    return tables
+    return [known, *(draft_costs(known, *each) for each in of_drafts)]
+
+
+def draft_costs(known: CostTable, of_one: float, of_all: float, length: int) -> CostTable:
+    """Costs of a draft from those of its rounds of one token, 1.4 in the example, and of all
+    ``length``, 2.1; ``known`` has those of verification.
+    """
+    first = max(0.0, of_one - known.of_round(1))
+    others = max(0.0, of_all - known.of_round(length) - first)
+    step = others / (length - 1) if length > 1 else first
+    return replace(known, draft=step, first=max(0.0, first - step))
 
 
 def at_length(draft: Drafting, length: int) -> Drafting:
@@ -189,18 +193,23 @@ class SublayerCosts:
     of plain decoding.
 
     ``parts``: by the names of ``parts_of``. The head's holds all that every draft step does:
-    embedding, head, distribution, draw. The others as in CostTable.
+    embedding, head, distribution, draw. ``first`` is that of plans in the checkpoint's bits alone:
+    their first step reads weights that the pass before it has read too. Low-bit copies have left
+    the caches in that pass, so plans with any of them pay ``first_in_low_bits``. The others as in
+    CostTable.
     """
 
     parts: Mapping[str, float]
     confidence: float
     verify: Sequence[float]
     first: float = 0.0
+    first_in_low_bits: float = 0.0
 
     def table(self, plan: LayerPlan) -> CostTable:
         """Costs of drafts under ``plan``."""
         draft = sum(count * self.parts[part] for part, count in parts_of(plan).items())
-        return CostTable(draft, self.verify, self.confidence, self.first)
+        first = self.first_in_low_bits if plan.has_low_bits else self.first
+        return CostTable(draft, self.verify, self.confidence, first)
 
 
 def parts_of(plan: LayerPlan) -> Counter[str]:
@@ -243,7 +252,8 @@ def measure_sublayers(
     """Costs of sublayers in each of ``bits``, in the contexts of these texts.
 
     The cost of a plan's draft step is the sum of the costs of its parts: one equation per measured
-    plan, and one unknown per part, such as "attn 4". Solved by least squares.
+    plan, and one unknown per part, such as "attn 4". Solved by least squares. What the first step
+    costs more is the median of the measured plans with low bits, and of those without.
     """
     plans = measured_plans(setting.model.num_layers, bits)
     drafts = [drafting_under(setting, DraftPlan(plan)) for plan in plans]
@@ -255,10 +265,15 @@ def measure_sublayers(
     names = sorted(set().union(*map(parts_of, plans)))
     parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
     steps = [table.draft for table in tables]
+    first, first_in_low_bits = (
+        [table.first for plan, table in zip(plans, tables, strict=True) if plan.has_low_bits is low]
+        for low in (False, True)
+    )
     solution = np.linalg.lstsq(parts_in_plans, steps, rcond=None)[0].clip(min=0)
     return SublayerCosts(
         parts=dict(zip(names, solution.tolist(), strict=True)),
         confidence=max(0.0, with_confidence.draft - steps[0]),
         verify=known.verify,
-        first=statistics.median(table.first for table in tables),
+        first=statistics.median(first or [0.0]),
+        first_in_low_bits=statistics.median(first_in_low_bits or [0.0]),
     )

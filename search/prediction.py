@@ -14,7 +14,7 @@ of the loop along the texts:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -156,16 +156,16 @@ def predict(
     """Prediction at the draft length and threshold of the largest expected speed-up: the tokens of
     the texts over the cost of their rounds.
 
-    In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.first +
-    costs.verify[k], and under a threshold k · costs.confidence more. Plain decoding costs 1 per
-    token: 60 tokens in 20 rounds, each of cost 2, are a speed-up of 60 / 40 = 1.5. A tie goes to
-    the smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
+    A round that drafts k tokens costs ``costs.of_round(k)``, and under a threshold k ·
+    costs.confidence more. Plain decoding costs 1 per token: 60 tokens in 20 rounds, each of cost 2,
+    are a speed-up of 60 / 40 = 1.5. A tie goes to the smaller threshold, then the shorter draft. A
+    speed-up below 1 means that no draft pays.
     """
     rounds, accepted, rejected = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
     lengths = np.arange(max(gammas) + 1)
-    step = costs.draft + costs.confidence * (np.array(thresholds) > 0)[:, None, None]
-    round_costs = lengths * step + costs.first * (lengths > 0) + np.array(costs.verify)[lengths]
+    confidence = costs.confidence * (np.array(thresholds) > 0)[:, None, None]
+    round_costs = np.array([*map(costs.of_round, lengths)]) + confidence * lengths
     speedups = tokens / (rounds * round_costs).sum(-1)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
     kept = accepted[best].sum()
@@ -189,17 +189,18 @@ def predict_plan(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan
 
 def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure:
     """Picture of the tried plans, the best first, by draft cost and acceptance, with lines of equal
-    speed-up.
+    speed-up for drafts whose first step costs as much more as the best plan's.
 
     The colour is the mean number of bits of a plan's sublayers; a skipped one has 0.
     """
     figure = Figure(figsize=(7.5, 5.6))
     axes = figure.subplots()
-    cost = [costs.table(plan).draft for plan in predictions]
+    drafts = [costs.table(plan) for plan in predictions]
+    cost = [table.draft for table in drafts]
     kept = [prediction.kept_share for prediction in predictions.values()]
     grid_cost = np.linspace(0, max(1.05, 1.03 * max(cost)), 80)
     grid_kept = np.linspace(0, 1, 80)
-    tables = [CostTable(price, costs.verify, first=costs.first) for price in grid_cost]
+    tables = [replace(drafts[0], draft=price) for price in grid_cost]
     speedups = [[best_speedup(rate, table) for table in tables] for rate in grid_kept]
     lines = axes.contour(
         grid_cost,

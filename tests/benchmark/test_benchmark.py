@@ -12,20 +12,20 @@ import pytest
 import torch
 
 import benchmark.__main__ as command
-from benchmark import sections
+from benchmark import sections, timing
 from benchmark.contenders import Bench, Written, find_drafts
 from benchmark.picture import picture
 from benchmark.sections import (
     SECTIONS,
     WARM_UP_TOKENS,
     speedup_by_costs,
-    take_turns,
     time_texts,
 )
+from benchmark.timing import take_turns
 from decoding.rounds import Round
 from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
-from model import Decoder, LayerPlan
+from model import LayerPlan
 from search.costs import CostTable
 from search.texts import PROMPTS
 from tests.calls import status_of
@@ -49,16 +49,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kinds, "choices", [*SMALL_PROMPTS, "stories"])
     monkeypatch.setitem(kinds, "default", tuple(SMALL_PROMPTS))
     monkeypatch.setattr("search.costs.PATIENCE", 0.0)
-    monkeypatch.setattr(sections, "STEP_REPEATS", 1)
-    monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "BANDWIDTH_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr("benchmark.contenders.LONGEST_VERIFICATION", 6)
     monkeypatch.setattr(sections, "TOGETHER", (1, 2, 4))
 
 
-def bench_of(folder: Path, *options: str, model: Decoder | None = None) -> Bench:
+def setting_of(folder: Path) -> Setting:
+    return Setting(folder, load_model(folder), Tokenizer(folder), SamplingParams(), 24)
+
+
+def bench_of(folder: Path, max_new_tokens: int = 64) -> Bench:
     prompts = [("story", [1]), ("code", [2])]
-    setting = Setting(folder, model or load_model(folder), Tokenizer(folder), SamplingParams(), 24)
-    return Bench(command.parse_arguments([*options]), setting, prompts, {}, {})
+    return Bench(setting_of(folder), prompts, {}, {}, max_new_tokens)
 
 
 def report_of(folder: Path, *options: str) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def report_of(folder: Path, *options: str) -> dict[str, Any]:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still until a test moves it: ``ticking[0] += seconds``."""
     time = [0.0]
-    monkeypatch.setattr(sections, "now", lambda device: time[0])
+    monkeypatch.setattr(timing, "now", lambda device: time[0])
     return time
 
 
@@ -227,7 +230,7 @@ def test_contenders_take_turns_on_each_prompt_after_a_warm_up(
         ticking[0] += seconds * count
         return Written([7] * count)
 
-    bench = bench_of(write_folder(tmp_path), "--max-new-tokens", "20")
+    bench = bench_of(write_folder(tmp_path), 20)
     texts = time_texts(bench, {"a": partial(write, 0.25), "b": partial(write, 0.5)})
     turns = ((1, WARM_UP_TOKENS), (1, 20), (2, 20))  # a prompt, and the number of tokens
     assert calls == [(seconds, *turn) for turn in turns for seconds in (0.25, 0.5)]
@@ -249,8 +252,8 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
 def test_the_floor_is_the_time_to_read_every_matrix_once_but_no_untied_embedding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sections, "take_turns", lambda *how: {"read": [9, 0.5, 9]})
-    monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 4000})
+    monkeypatch.setattr(timing, "take_turns", lambda *how: {"read": [9, 0.5, 9]})
+    monkeypatch.setattr(timing, "BANDWIDTH_BYTES", {"cpu": 4000})
     for tied in (True, False):
         raw = LLAMA | {"tie_word_embeddings": tied}
         bench = bench_of(write_folder(tmp_path, raw, dtype=torch.bfloat16))
@@ -272,7 +275,7 @@ def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
         return Written([0])
 
     monkeypatch.setattr(sections, "decode", lambda *given: write(1, *given[-2:]))
-    bench = bench_of(write_folder(tmp_path), "--against", "transformers")
+    bench = bench_of(write_folder(tmp_path))
     bench.libraries = {"transformers": partial(write, 3), "transformers, lookup": partial(write, 1)}
     rows = sections.first_token_section(bench)
     ratios = [("plain", 1), ("transformers", 3)]
@@ -286,25 +289,25 @@ def test_a_context_shorter_than_all_timed_prompts_has_no_times(tmp_path: Path) -
 
 
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
-    def drafts(*options: str) -> dict[str, LayerPlan | None]:
-        bench = bench_of(folder, *options)
-        return {name: way.plan for name, way in find_drafts(bench.options, bench.setting).items()}
+    def drafts(*exits: int) -> dict[str, LayerPlan | None]:
+        found = find_drafts(setting_of(folder), exits)
+        return {name: draft.drafting.plan for name, draft in found.items()}
 
     folder = write_folder(tmp_path / "model")
     exits = ["exit 2", "exit 2, adaptive", "exit 3", "exit 3, adaptive"]
     assert list(drafts()) == ["lookup", *exits, "auto"]
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
-    assert drafts("--exit-layer", "1")["plan.json"] == LayerPlan.skipping(4, [1], [])
+    assert drafts(1)["plan.json"] == LayerPlan.skipping(4, [1], [])
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
-    assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1", "exit 1, adaptive", "auto"]
-    assert "exit layer 5 is not in" in refusal(drafts, "--exit-layer", "5")
+    assert list(drafts(1)) == ["lookup", "exit 1", "exit 1, adaptive", "auto"]
+    assert "exit layer 5 is not in" in refusal(drafts, 5)
 
 
 @pytest.mark.usefixtures("small")
 def test_without_a_draft_by_one_model_verification_has_costs_all_the_same(tmp_path: Path) -> None:
     """A model of one layer has no early exit."""
     bench = bench_of(write_folder(tmp_path, LLAMA | {"num_hidden_layers": 1}))
-    bench.drafts = find_drafts(bench.options, bench.setting)
+    bench.drafts = find_drafts(bench.setting)
     costs = bench.costs["lookup"]
     assert list(bench.costs) == ["lookup"]
     assert (costs.draft, costs.verify[0], len(costs.verify)) == (0, 1, 6)

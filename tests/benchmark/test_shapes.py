@@ -42,7 +42,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "REPEATS", 1)
-        patch.setattr("benchmark.sections.BANDWIDTH_BYTES", {"cpu": 1 << 20})
+        patch.setattr("benchmark.timing.BANDWIDTH_BYTES", {"cpu": 1 << 20})
         options = ["--shape", str(folder / "config.json"), "--device", "cpu"]
         options += ["--json", str(folder / "report.json"), "--plot", str(folder / "report.svg")]
         assert command.main(options) == 0

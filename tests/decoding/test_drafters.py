@@ -146,12 +146,16 @@ def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> Non
 
 @torch.inference_mode()
 def test_a_draft_whose_confidence_is_read_ends_with_its_end_of_text_token() -> None:
-    """On a CPU the host can read the token too: what follows it would be discarded."""
+    """On a CPU the host can read the token too: what follows it would be discarded. A draft of
+    fixed length has that length.
+    """
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
     rules = Rules(100, eos_ids=frozenset(range(VOCAB)))
-    rest = SamplingParams(), AdaptiveExit(0.0, 4), SeededRandomness(0)
-    assert len(drafter.propose(text_of([1, 2], rules, vocab=VOCAB), 4, *rest).tokens) == 1
+    for policy, length in ((AdaptiveExit(0.0, 4), 1), (FixedLength(4), 4)):
+        rest = SamplingParams(), policy, SeededRandomness(0)
+        assert len(drafter.propose(text_of([1, 2], rules, vocab=VOCAB), 4, *rest).tokens) == length
+        drafter.rollback(2)
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.break_even import ALL, BreakEven, Past, Rates, slope_of
+from decoding.break_even import BreakEven, Past, Rates, slope_of
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer
 from decoding.rounds import Round
 
@@ -440,6 +440,6 @@ def test_forced_tokens_cost_the_slope_of_a_known_one_and_teach_nothing(
     credit = 4 * (1 + BreakEven.SHARE) - cost - BreakEven.ASKING
     assert policy.past.credit == pytest.approx(credit)
     rates = policy.past.rates[offer.kind]
-    counted = rates.accepted[ALL] / rates.unit, rates.judged[ALL] / rates.unit
+    counted = sum(rates.accepted), sum(rates.judged)
     assert counted == pytest.approx((1, 2))
     assert not policy.past.slopes

@@ -58,7 +58,8 @@ PARTS = {
     for kind, cost in (("head", 0.1), ("attn", 0.1), ("mlp", 0.12))
     for bits in BITS
 }
-COSTS = SublayerCosts(PARTS, 0.02, (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4))
+VERIFY = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4)
+COSTS = SublayerCosts(PARTS, 0.02, VERIFY, first=0.01, first_in_low_bits=0.15)
 GREEDY = SamplingParams()
 IDENTITY = {"model": "a", "bits": [0]}
 SPACE = space_of(4, (0, *LOW_BITS))
@@ -111,6 +112,12 @@ def test_sublayer_costs_add_up() -> None:
     assert (table.draft, table.verify) == (pytest.approx(draft), COSTS.verify)
 
 
+def test_the_first_step_of_a_plan_costs_more_where_it_reads_low_bit_copies() -> None:
+    early = LayerPlan.early_exit(4, 2)
+    for plan, first in ((early, 0.01), (early.in_bits(8, FULL), 0.15), (early.in_bits(4), 0.15)):
+        assert COSTS.table(plan).first == first
+
+
 def test_sublayer_costs_are_solved_from_the_costs_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     def known(setting: Setting, prompts: object, drafts: Sequence[Drafting]) -> object:
         reading = [draft.new_policy().reads_draft_confidence for draft in drafts]
@@ -131,6 +138,8 @@ def test_sublayer_costs_are_solved_from_the_costs_of_plans(monkeypatch: pytest.M
         assert found.parts == pytest.approx(parts)
         assert found.confidence == pytest.approx(COSTS.confidence)
         assert found.verify == pytest.approx(COSTS.verify)
+        assert found.first == COSTS.first
+        assert found.first_in_low_bits == (COSTS.first_in_low_bits if bits == BITS else 0)
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:

@@ -52,6 +52,7 @@ class FastDecoder(PreparedDecoder):
         self.kind = KINDS[model.dtype]
         self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
+        # The owners of the memory that ``Weights`` give by address, beside ``model``.
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
         # The first step loads the compiled code: a fifth of a second that belongs to no text.

@@ -319,5 +319,16 @@ def array_at(place: int, count: int, dtype: type) -> np.ndarray:
 
 @compiled()
 def address(array: np.ndarray) -> int:
-    """Address of an array's first number, signed as all integers here."""
+    """Address of an array's first number, signed as all integers here. It does not keep the array:
+    see ``keep_alive``.
+    """
     return np.int64(array.ctypes.data)
+
+
+@compiled()
+def keep_alive(array: np.ndarray) -> None:
+    """Do nothing, behind the last use of an array by its address.
+
+    Numba frees an array behind its last use by name. So the function that makes an array for others
+    to use by its address names it once more here, where it is no longer used.
+    """

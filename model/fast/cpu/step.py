@@ -13,7 +13,7 @@ import numpy as np
 
 from model.fast.cpu import elements, team
 from model.fast.cpu.dot import GROUP, NUMBER_BYTES, narrow_row, widen_row
-from model.fast.cpu.kernels import address, compiled
+from model.fast.cpu.kernels import address, compiled, keep_alive
 from model.fast.cpu.tasks import CHUNK
 
 # Matrices of a layer, and their names in a block.
@@ -28,7 +28,11 @@ PIECE = 1 << 16  # bytes of weights that a thread claims at least
 
 
 class Weights(NamedTuple):
-    """Model under a layer plan, in float32. Soft caps are 0 where there is none."""
+    """Model under a layer plan, in float32. Soft caps are 0 where there is none.
+
+    Weights and biases are given by address. The tensors there are kept by ``FastDecoder``: its
+    ``model``, ``low_bits`` and ``biases``.
+    """
 
     kind: int  # of the cache and of all weights not in low bits
     embedding: int  # address
@@ -50,7 +54,9 @@ class Weights(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of a step, and the caches of their texts. All arrays are int64."""
+    """Rows of a step, and the caches of their texts, which the step's caller keeps. All arrays are
+    int64.
+    """
 
     tokens: np.ndarray  # [rows], ids
     positions: np.ndarray  # [rows]
@@ -90,7 +96,7 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     team.run(board, matrices[0].input_task, rows, ROUNDED // columns + 1, arguments)
     least = PIECE // matrices[0].block_bytes + 1
     team.run(board, matrices[0].product_task, matrices["blocks"].sum(), least, arguments)
-    inputs[0, 0] = 0  # keeps them until here: Numba frees an array behind its last use by name
+    keep_alive(inputs)
     return out
 
 
@@ -128,7 +134,7 @@ def attend_to_cache(
     least = SCORES // (min(positions, CHUNK) * min(rows, most_rows) * groups) + 1
     pieces = (len(spans) - 1) * key_heads * chunks
     team.run(board, weights.attention_task, pieces, least, arguments)
-    spans[0] = 0  # keeps them until here: Numba frees an array behind its last use by name
+    keep_alive(spans)
     return joined(parts).reshape(rows, -1)
 
 

@@ -2,7 +2,8 @@
 
 ``step`` calls them by their addresses, so it has none of their code: only the kinds that a model
 and its plans use are ever compiled. The arguments of a task are words on the board, which it reads
-as a record.
+as a record. It owns none of the arrays whose addresses these give: the function of ``step`` that
+runs the task keeps them until it has ended.
 """
 
 from functools import cache
@@ -22,7 +23,7 @@ from model.fast.cpu.dot import (
     narrow_row,
     widen_row,
 )
-from model.fast.cpu.kernels import LANES, address, array_at
+from model.fast.cpu.kernels import LANES, address, array_at, compiled, keep_alive
 from model.fast.cpu.team import compiled_task
 
 # A matrix of weights. Its blocks have ``BLOCK_ROWS`` rows, or 16 in low bits.
@@ -147,6 +148,30 @@ def product_task(kind: int) -> int:
     return compiled_task(product, kind)
 
 
+@compiled()
+def weigh(
+    scores: np.ndarray,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    scale: float,
+    soft_cap: float,
+    sums: np.ndarray,
+) -> None:
+    """Weights of the scores ``[queries, groups, positions]``, in place, of each query from where it
+    begins to where it ends: exponentials of the scaled scores less the largest.
+
+    ``sums`` ``[queries, groups, 2]`` get the sum of the weights, and the largest score.
+    """
+    for query in range(len(ends)):
+        for group in range(scores.shape[1]):
+            own = scores[query, group, begins[query] : ends[query]]
+            own *= scale
+            if soft_cap:
+                elements.soft_cap(own, soft_cap)
+            sums[query, group, 1] = elements.exponentials(own)
+            sums[query, group, 0] = add_numbers(1, address(own), len(own))
+
+
 @cache
 def attention_task(kind: int) -> int:
     """Address of the task of attention to a cache of this kind; a piece is a chunk of a span's key
@@ -194,15 +219,8 @@ def attention_task(kind: int) -> int:
                     out_stride=scores.strides[1],
                     count=min(BLOCK_ROWS, scores.shape[2] - key),
                 )
-            for query in range(len(ends)):
-                for group in range(groups):
-                    own = scores[query, group, begins[query] - first : ends[query] - first]
-                    own *= scale
-                    if soft_cap:
-                        elements.soft_cap(own, soft_cap)
-                    found = stored[row + query, head, group, chunk]
-                    found[size + 1] = elements.exponentials(own)
-                    found[size] = add_numbers(1, address(own), len(own))
+            found = stored[row:end_row, head, :, chunk]
+            weigh(scores, begins - first, ends - first, scale, soft_cap, found[:, :, size:])
             attended = np.zeros((len(ends), groups, size), np.float32)
             # Between two beginnings or ends, the same queries attend to all positions.
             position = first
@@ -222,9 +240,7 @@ def attention_task(kind: int) -> int:
                     sums=(behind - query) * groups,
                 )
                 position = stop
-            for query in range(len(ends)):
-                stored[row + query, head, :, chunk, :size] = attended[query]
-            # keeps them until here: Numba frees an array behind its last use by name
-            scores[:0] = 0
+            found[:, :, :size] = attended
+            keep_alive(scores)
 
     return compiled_task(attention, kind)
