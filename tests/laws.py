@@ -194,6 +194,20 @@ def speculated(
     return speculate(model, cache, text, new_drafter(model, cache), *how, **more)
 
 
+def speculative(
+    p: Tensor, q: Tensor, residual: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[], int]:
+    """One token of the target p by a draft from q, as a user would write it."""
+
+    def run() -> int:
+        drafted = torch.multinomial(q, 1)
+        if torch.rand(1) < p[drafted] / q[drafted]:
+            return drafted.item()
+        return torch.multinomial(residual(p, q), 1).item()
+
+    return run
+
+
 class Scripted(SeededRandomness):
     """SeededRandomness with uniform numbers given in advance."""
 
