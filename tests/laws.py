@@ -29,6 +29,13 @@ def draft_model(model: TableModel, cache: KVCache) -> Drafter:
     return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
 
 
+def random_tables(seed: int, states: int, vocab: int) -> TableModel:
+    """Unrelated target and draft tables."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(2, states, vocab, dtype=torch.float64, generator=generator) + 0.05
+    return TableModel(*(rows / rows.sum(-1, keepdim=True)))
+
+
 NewDrafter = Callable[[Any, KVCache], Drafter]
 NO_MODEL: dict[str, NewDrafter] = {
     "lookup": lambda model, cache: PromptLookup(model.vocab_size, model.device),

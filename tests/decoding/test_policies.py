@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.break_even import ALL, BreakEven, Past, Rates, slope_of
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer
+from decoding.policies import AdaptiveExit, ConfidenceGate, Offer
 from decoding.rounds import Round
 
 
@@ -42,20 +42,14 @@ def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
         assert (policy.rate, policy.threshold) == pytest.approx((rate, threshold))
 
 
-def test_the_gate_closes_after_an_unsure_token_and_opens_after_a_sure_one() -> None:
-    policy = ConfidenceGate(FixedLength(4), 0.5)
-    for confidence, length in ((None, 4), (0.49, 0), (0.5, 4)):
-        policy.observe(a_round(0, 0, target_confidence=confidence))
-        assert policy.draft_length() == length
-
-
-def test_the_gate_passes_confidences_and_rounds_to_its_inner_policy() -> None:
-    inner = AdaptiveExit(0.7)
-    policy = ConfidenceGate(inner, 0.2)
+def test_the_gate_closes_after_an_unsure_token_and_else_is_its_inner_policy() -> None:
+    inner = AdaptiveExit(0.7, 4)
+    policy = ConfidenceGate(inner, 0.5)
     assert policy.reads_draft_confidence and policy.reads_target_confidence
     assert not policy.keep_drafting(0.69)
-    policy.observe(a_round(2, 1, target_confidence=0.9))
-    assert inner.rate == 0.25
+    for confidence, length, rate in ((None, 4, 0.25), (0.49, 0, 0.375), (0.5, 4, 0.4375)):
+        policy.observe(a_round(2, 1, target_confidence=confidence))
+        assert (policy.draft_length(), inner.rate) == (length, rate)
 
 
 MODEL = Offer("model", "model")

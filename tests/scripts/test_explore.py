@@ -72,15 +72,6 @@ def test_a_coarse_u_accepts_what_the_model_never_writes(page: WebDriver) -> None
     assert found[2] == pytest.approx(1 / 256) and sum(found) == pytest.approx(1)
 
 
-def test_speedups_of_the_page_are_the_predicted_ones(page: WebDriver) -> None:
-    for alpha, cost, row, length in ((0.85, 0.4, 0.03, 4), (0, 0, 0, 1), (0.99, 0.1, 0.5, 12)):
-        table = CostTable(cost, [1 + row * drafted for drafted in range(13)], first=0.1)
-        expected = predicted_speedup(alpha, length, table)
-        assert asked(page, f"speedup({alpha}, {cost}, {row}, {length}, 0.1)") == pytest.approx(
-            expected
-        )
-
-
 def test_a_chosen_exit_sets_its_measured_costs_and_the_best_length(page: WebDriver) -> None:
     find(page, "#exit").send_keys(Keys.ARROW_RIGHT)
     layers, alpha, cost = asked(page, "EXITS[2]")

@@ -406,13 +406,9 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
     """A good JSON object of which some values, at any depth, were dropped, replaced or scaled."""
     value = json.loads(json.dumps(good))
     for _ in range(draw(st.integers(1, 3))):
-        holder = value
-        keys = [key for key, inner in value.items() if isinstance(inner, (dict, list)) and inner]
-        if keys and draw(st.booleans()):
-            holder = value[draw(st.sampled_from(keys))]
+        inner = [each for each in value.values() if isinstance(each, (dict, list))]
+        holder = draw(st.sampled_from([each for each in (value, *inner) if each] or [{"": 0}]))
         places = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-        if not places:
-            continue
         place = draw(st.sampled_from(places))
         kind = draw(st.sampled_from(["drop", "junk", "scale", "add"]))
         if kind == "drop":

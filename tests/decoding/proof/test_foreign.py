@@ -106,6 +106,10 @@ def test_rows_and_samples_are_independent() -> None:
         (lambda: (P / torch.empty(3).exponential_()).topk(1), "topk of a race"),
         (lambda: (torch.rand(3) * 2).log() < 0, "log of u"),
         (lambda: (P / -(u := torch.rand(3)).log()).argmax() + (u[0] < 0.5), "decided a race"),
+        (
+            lambda: [(P / (e := torch.empty(3).exponential_())).argmax() > 0, (Q / e).argmax() > 0],
+            "not independent",  # races that share their noise
+        ),
         (lambda: torch.rand(1).mul_(2), "mul_ of u"),
         (lambda: torch.rand(1).lt_(0.5), "lt_ of u"),
         (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
@@ -119,15 +123,6 @@ def test_code_that_cannot_be_enumerated_is_refused_by_name(
     run: Callable[[], Any], said: str
 ) -> None:
     with pytest.raises(Refused, match=said):
-        law_of(run)
-
-
-def test_races_that_share_their_noise_are_refused() -> None:
-    def run() -> list[int]:
-        noise = torch.empty(3).exponential_()
-        return [(P / noise).argmax().item(), (Q / noise).argmax().item()]
-
-    with pytest.raises(Refused, match="not independent"):
         law_of(run)
 
 
