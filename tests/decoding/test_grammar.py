@@ -325,33 +325,24 @@ def test_an_end_of_text_token_with_bytes_neither_ends_a_whole_text_nor_a_part() 
         assert made(0)(text).nonzero()[:, 0].tolist() == allowed
 
 
-class Failing:
+def failing_matcher(inner: Any) -> Mock:
     """A matcher that fails after two a's, as where a limit is reached."""
+    matcher, consumed = Mock(wraps=inner), []
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.consumed, self.failed = [], False
+    def roll_back(count: int) -> object:
+        del consumed[len(consumed) - count :]
+        return DEFAULT
 
-    def compute_ff_bytes(self) -> bytes:
-        return self.inner.compute_ff_bytes()
+    def mask() -> object:
+        matcher.is_error.return_value |= consumed == [0, 0]
+        return DEFAULT
 
-    def rollback(self, count: int) -> bool:
-        del self.consumed[len(self.consumed) - count :]
-        return not self.failed and self.inner.rollback(count)
-
-    def consume_tokens(self, tokens: list[int]) -> bool:
-        self.consumed += tokens
-        return self.inner.consume_tokens(tokens)
-
-    def compute_bitmask(self) -> bytes:
-        self.failed = self.failed or self.consumed == [0, 0]
-        return self.inner.compute_bitmask()
-
-    def is_error(self) -> bool:
-        return self.failed
-
-    def get_error(self) -> str:
-        return "too many states\n<state>"
+    matcher.consume_tokens.side_effect = lambda tokens: consumed.extend(tokens) or DEFAULT
+    matcher.rollback.side_effect = roll_back
+    matcher.compute_bitmask.side_effect = mask
+    matcher.is_error.return_value = False
+    matcher.get_error.return_value = "too many states\n<state>"
+    return matcher
 
 
 @pytest.fixture
@@ -359,7 +350,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Grammar:
     """A grammar of a's and b's whose matchers fail after two a's."""
     made = Grammar("regex", "[ab]{3}", VOCABULARY)
     copied = made.pristine.deep_copy
-    monkeypatch.setitem(made.__dict__, "pristine", Mock(deep_copy=lambda: Failing(copied())))
+    monkeypatch.setitem(
+        made.__dict__, "pristine", Mock(deep_copy=lambda: failing_matcher(copied()))
+    )
     return made
 
 
