@@ -1,6 +1,5 @@
 """Draft-length policies follow their formulas, and break-even the times of its rounds."""
 
-import copy
 import math
 from collections.abc import Sequence
 from itertools import count
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.break_even import ALL, BreakEven, Past, Rates, slope_of
+from decoding.break_even import ALL, BreakEven, Past, slope_of
 from decoding.policies import AdaptiveExit, ConfidenceGate, Offer
 from decoding.rounds import Round
 
@@ -129,18 +128,6 @@ def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> N
     assert length_of(policy, confidence=0.9) > 1 == length_of(policy, confidence=0.3)
 
 
-def test_rates_are_those_of_the_judged_tokens_and_at_first_the_prior() -> None:
-    rates = Rates(0.7)
-    assert rates.mean() == rates.at(0.5) == 0.7
-    rates.learn([0.95, 1.0, 0.2], 2, 0.5)
-    mean = (2 + 4 * 0.7) / (3 + 4)
-    assert rates.mean() == pytest.approx(mean)
-    assert rates.at(0.91) == pytest.approx((2 + 4 * mean) / (2 + 4))
-    assert rates.at(0.29) == pytest.approx(4 * mean / (1 + 4))
-    rates.learn([], 0, 0.5)
-    assert rates.mean() == pytest.approx((1 + 4 * 0.7) / (1.5 + 4))
-
-
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
     """Its tokens are compared with the text afterwards."""
     policy = BreakEven({"known": 0.25}, priors={"lookup 1": 0.0, "lookup 3": 0.0})
@@ -236,29 +223,6 @@ def test_a_draft_that_becomes_slow_in_the_middle_of_a_text_is_given_up_and_tried
     assert all(write(policy, 80))
     assert 0 < sum(write(policy, 80, 3.0)[20:]) <= 8, "given up, but for single tokens"
     assert write(policy, 300)[-1] > 1
-
-
-def test_break_even_comes_back_when_drafts_become_good() -> None:
-    policy = with_clock(0.15, longest=4)
-    assert sum(write(policy, 200, 0.15, accepts=0)[100:]) <= 25
-    assert write(policy, 100, 0.15, accepts=4)[-1] == 4
-
-
-def test_a_machine_that_becomes_slower_as_a_whole_changes_nothing() -> None:
-    policy = with_clock(0.2)
-    write(policy, 40)
-    assert min(write(policy, 250, 0.6, plain=3.0)) == 8
-    assert policy.slope("model") == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("disturbed", range(6))
-def test_one_disturbed_round_decides_nothing(disturbed: int) -> None:
-    """However long its draft takes, from the first one on."""
-    policy = with_clock(0.2)
-    write(policy, disturbed)
-    write(policy, 1, (1 + disturbed) * 3.0)
-    assert all(write(policy, 60)[-20:])
-    assert policy.slope("model") == pytest.approx(0.2, abs=0.05)
 
 
 def test_a_measurement_moves_a_slope_up_to_a_factor_and_never_below_the_least() -> None:
@@ -371,16 +335,6 @@ def test_a_round_in_which_tokens_are_forced_is_never_plain() -> None:
     forced = Offer("forced", "forced 0", [0] * 3, 3)
     for policy in (with_clock(0.2), with_clock(2.0)):
         assert policy.choose([Offer("model", "model", forced=3), forced])[1] >= 3
-
-
-def test_nothing_is_learned_of_offers_from_a_round_whose_drafters_were_not_asked() -> None:
-    """A closed gate asks no drafter: the round before must not be judged by the new tokens."""
-    policy = BreakEven({"known": 0.05})
-    policy.choose([LOOKUP])
-    policy.observe(a_round(4, 4))
-    learned = copy.deepcopy(policy.past.rates)
-    policy.observe(a_round(0, 0))
-    assert learned[LOOKUP.kind].judged == policy.past.rates[LOOKUP.kind].judged != [0.0] * 10
 
 
 def asked(policy: BreakEven, slope: float, accepts: int) -> float:
