@@ -285,7 +285,7 @@ def tokenizer(folders: dict[str, Path], kind: str) -> Tokenizer:
 @pytest.fixture
 def settings_of_copy(folders: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
     """The settings of a copy of one tokenizer in ``tmp_path``."""
-    return copy_of(folders["smollm2"], tmp_path)
+    return copy_of(folders["llama-3"], tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -312,8 +312,8 @@ def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(
     assert ids == oracle.encode(text, split_special_tokens=True)
     # that one gives "a" and " a" equal ids
     assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))
-    # and this one has no piece for bytes that only unassigned planes of Unicode have
-    assume(not (kind == "smollm2" and max(text, default="") > "\U0003ffff"))
+    # SmolLM2's vocabulary lacks some bytes, such as those of control characters
+    assume(set(text.encode()) <= set(b"".join(tokenizer.pieces)))
     assert tokenizer.decode(ids) == text
     space = b" " if text and tokenizer.adds_space else b""
     assert b"".join(map(tokenizer.token_bytes, ids)) == space + text.encode()
@@ -462,8 +462,8 @@ def test_the_template_beside_the_settings_and_the_default_of_several(settings_of
         ),
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, {7}),
         ({"config.json": {"eos_token_id": [7, 9]}}, {7, 9}),
-        ({"config.json": {"eos_token_id": None}}, {"<|im_end|>"}),
-        ({}, {"<|im_end|>"}),
+        ({"config.json": {"eos_token_id": None}}, {"<|eot_id|>"}),
+        ({}, {"<|eot_id|>"}),
     ],
 )
 def test_a_text_ends_at_every_id_that_the_folder_names(settings_of_copy, tmp_path, files, expected):
