@@ -62,6 +62,7 @@ class OneOffer(BreakEven):
         return self.choose([Offer("", "")])[1]
 
 
+EXACT = 1e-9  # largest difference of laws and logits that are equal up to rounding in float64
 FALSE_ALARM = 1e-6  # p-value below which a chi-square test fails; the seeds are fixed
 
 

@@ -45,11 +45,9 @@ from tests.decoding import (
     test_speculate,
     test_text,
 )
-from tests.laws import random_tables
+from tests.laws import EXACT, random_tables
 from tests.model import test_step
 from tests.scripts import test_compare
-
-EXACT = 1e-9
 
 
 @dataclass(frozen=True)

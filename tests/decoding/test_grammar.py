@@ -31,10 +31,9 @@ from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
 from model import Decoder, KVCache
 from tests.calls import recorded
-from tests.laws import TABLE_DRAFTERS, prefilled, random_tables, text_of, tiny_model
+from tests.laws import EXACT, TABLE_DRAFTERS, prefilled, random_tables, text_of, tiny_model
 from tests.refusal import refusal
 
-EXACT = 1e-9
 EOS = 4  # of the tokens a, b, ab, c and the empty one
 TOKENS = TEXTS[: EOS + 1]
 LONGEST = 10  # bytes of the strings by which a language is enumerated, more than any text here has

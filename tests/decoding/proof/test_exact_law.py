@@ -20,9 +20,7 @@ from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.sampling import SamplingParams
 from model import Decoder
 from tests.configs import FAMILIES
-from tests.laws import REAL_DRAFTERS, TABLE_DRAFTERS, OneOffer, tiny_model
-
-EXACT = 1e-9
+from tests.laws import EXACT, REAL_DRAFTERS, TABLE_DRAFTERS, OneOffer, tiny_model
 
 
 def no_letter_twice(tokens: Sequence[int], eos_ids: frozenset[int]) -> Tensor:
