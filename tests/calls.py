@@ -1,8 +1,9 @@
-"""Calls as tests see them: records of the calls of a function, the status of a command, and the
-result of a generator.
+"""Calls as tests see them: records of the calls of a function, Ctrl-C in some of them, the status
+of a command, and the result of a generator.
 """
 
 from collections.abc import Callable, Generator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -21,6 +22,17 @@ def recorded(
 
     patch.setattr(owner, name, recording)
     return notes
+
+
+def interrupted(patch: pytest.MonkeyPatch, owner: Any, name: str, *calls: int) -> None:
+    """Ctrl-C before these later calls of this function of ``owner``, counted from 1."""
+    number = count(1)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        if next(number) in calls:
+            raise KeyboardInterrupt
+
+    recorded(patch, owner, name, interrupt)
 
 
 def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> int:

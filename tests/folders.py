@@ -52,20 +52,22 @@ def random_state(
 def write_folder(
     folder: Path,
     config: dict[str, Any] = LLAMA,
+    state: dict[str, torch.Tensor] | None = None,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     eos_ids: tuple[int, ...] = (),
 ) -> Path:
-    """A whole model folder: config, random weights, byte-level tokenizer. Ends texts only at
-    ``eos_ids``.
+    """A whole model folder: config, weights, by default random ones, byte-level tokenizer. Ends
+    texts only at ``eos_ids``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": list(eos_ids)}), encoding="utf-8"
     )
-    save_file(random_state(config, seed=seed, dtype=dtype), folder / "model.safetensors")
+    state = state or random_state(config, seed=seed, dtype=dtype)
+    save_file(state, folder / "model.safetensors")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

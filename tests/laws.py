@@ -29,6 +29,13 @@ def draft_model(model: TableModel, cache: KVCache) -> Drafter:
     return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
 
 
+def random_tables(seed: int, states: int, vocab: int) -> TableModel:
+    """Unrelated target and draft tables."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(2, states, vocab, dtype=torch.float64, generator=generator) + 0.05
+    return TableModel(*(rows / rows.sum(-1, keepdim=True)))
+
+
 NewDrafter = Callable[[Any, KVCache], Drafter]
 NO_MODEL: dict[str, NewDrafter] = {
     "lookup": lambda model, cache: PromptLookup(model.vocab_size, model.device),
@@ -55,6 +62,7 @@ class OneOffer(BreakEven):
         return self.choose([Offer("", "")])[1]
 
 
+EXACT = 1e-9  # largest difference of laws and logits that are equal up to rounding in float64
 FALSE_ALARM = 1e-6  # p-value below which a chi-square test fails; the seeds are fixed
 
 
@@ -192,6 +200,20 @@ def speculated(
     """Rounds of the production loop from a new cache; further arguments are ``speculate``'s."""
     cache = prefilled(model, text.tokens)
     return speculate(model, cache, text, new_drafter(model, cache), *how, **more)
+
+
+def speculative(
+    p: Tensor, q: Tensor, residual: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[], int]:
+    """One token of the target p by a draft from q, as a user would write it."""
+
+    def run() -> int:
+        drafted = torch.multinomial(q, 1)
+        if torch.rand(1) < p[drafted] / q[drafted]:
+            return drafted.item()
+        return torch.multinomial(residual(p, q), 1).item()
+
+    return run
 
 
 class Scripted(SeededRandomness):

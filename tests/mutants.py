@@ -45,10 +45,9 @@ from tests.decoding import (
     test_speculate,
     test_text,
 )
+from tests.laws import EXACT, random_tables
 from tests.model import test_step
 from tests.scripts import test_compare
-
-EXACT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,9 @@ def table(*, ties: bool = False) -> TableModel:
     """Target and draft tables over three tokens: generic, or with the two best tokens of each row
     tied.
     """
-    rows = (
-        torch.rand(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) + 0.05
-    )
     if ties:
-        rows = torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3)
-    return TableModel(*(rows / rows.sum(-1, keepdim=True)))
+        return TableModel(*torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3))
+    return random_tables(4, 4, 3)
 
 
 def law(

@@ -17,7 +17,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -96,15 +97,13 @@ def shortened(command: str) -> str:
 @dataclass
 class Session:
     """A shell in a copy of the checkout, as a reader has it: before the environment is entered, or
-    ``inside`` it.
+    ``inside`` it. What a command exports, the next one finds.
     """
 
     folder: Path
     inside: bool = True
     python: str = sys.executable
     server: subprocess.Popen[bytes] | None = None
-    port: str = "8000"
-    variables: dict[str, str] = field(default_factory=dict)
     said: str = ""  # by the last command
 
     def __post_init__(self) -> None:
@@ -122,24 +121,19 @@ class Session:
             free.bind(("127.0.0.1", 0))
             self.port = str(free.getsockname()[1])
 
-    @property
+    @cached_property
     def environment(self) -> dict[str, str]:
         """The variables of the shell: before ``inside``, nothing leads to the environment that has
         torch.
         """
-        ours = str(Path(sys.prefix) / "bin")
-        rest = [
-            path
-            for path in os.environ["PATH"].split(os.pathsep)
-            if Path(path).resolve() != Path(ours).resolve()
+        ours = Path(sys.prefix, "bin").resolve()
+        path = [
+            each for each in os.environ["PATH"].split(os.pathsep) if Path(each).resolve() != ours
         ]
-        path = os.pathsep.join([ours, *rest] if self.inside else rest)
         unset = ("VIRTUAL_ENV", "PYTHONPATH")
-        kept = {name: value for name, value in os.environ.items() if name not in unset}
         return {
-            **kept,
-            **self.variables,
-            "PATH": path,
+            **{name: value for name, value in os.environ.items() if name not in unset},
+            "PATH": os.pathsep.join([f"{sys.prefix}/bin"] * self.inside + path),
             "HOME": str(self.home),
             "OMP_NUM_THREADS": "1",
             "NUMBA_CACHE_DIR": KERNELS,
@@ -156,9 +150,6 @@ class Session:
                 [self.python, "-c", content],
                 self.checkout if self.python == sys.executable else self.home,
             )
-        if assignment := re.fullmatch(r"([A-Z]+)=(\S+)", content):
-            self.variables[assignment[1]] = assignment[2]
-            return 0
         if content.startswith("make serve") or " --serve " in content:
             return self.serve(content)
         command = shortened(content)
@@ -168,8 +159,11 @@ class Session:
                 packages=sysconfig.get_path("purelib"), version=sysconfig.get_python_version()
             )
             self.python = str(self.home / "own/bin/python")
-        status = self.run(["bash", "-ec", command], self.checkout)
-        self.inside |= content == ". .venv/bin/activate"
+        kept = self.home / "environment"
+        status = self.run(["bash", "-aec", f"{command}\nenv -0 >{kept}"], self.checkout)
+        if not status:
+            each_variable = kept.read_text().split("\0")[:-1]
+            self.environment = dict(each.split("=", 1) for each in each_variable)
         return status
 
     def run(self, command: list[str], folder: Path) -> int:
@@ -229,25 +223,13 @@ def failures(name: str, document: str, *, inside: bool = True) -> int:
         session = Session(Path(folder), inside)
         try:
             for kind, content in steps(document):
-                shown = (
-                    content.replace("\n", " ")
-                    if kind == "sh"
-                    else f"{kind}: {content.splitlines()[0]} ..."
-                )
-                why = next(
-                    (why for beginning, why in SKIPPED.items() if content.startswith(beginning)),
-                    None,
-                )
-                if why:
-                    print(f"{name}: skipped ({why}): {shown}", flush=True)
-                    continue
+                shown = content if kind == "sh" else f"{kind}: {content.splitlines()[0]} ..."
+                skipped = [why for begin, why in SKIPPED.items() if content.startswith(begin)]
                 began = time.monotonic()
-                status = session.do(kind, content)
-                print(
-                    f"{name}: {'ok' if not status else 'FAILED'} {time.monotonic() - began:.1f} s:"
-                    f" {shown}",
-                    flush=True,
-                )
+                status = 0 if skipped else session.do(kind, content)
+                ended = f"{'FAILED' if status else 'ok'} {time.monotonic() - began:.1f} s"
+                verdict = f"skipped ({skipped[0]})" if skipped else ended
+                print(f"{name}: {verdict}: {shown}".replace("\n", " "), flush=True)
                 if status:
                     failed += 1
                     print(f"exit status {status}\n{session.said}", flush=True)

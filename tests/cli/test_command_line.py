@@ -83,11 +83,6 @@ def outcome(
     return Outcome(status, *capsys.readouterr())
 
 
-def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert outcome(lambda: None, capsys) == Outcome(0, "", "")
-    assert outcome(lambda: 130, capsys) == Outcome(130, "", "")
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [
@@ -124,10 +119,14 @@ def test_a_mistake_of_ours_keeps_its_traceback(mistake: BaseException) -> None:
         run_command(Mock(side_effect=mistake))
 
 
-def test_ctrl_c_is_130_with_the_line_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_is_that_of_the_work_and_130_on_ctrl_c_with_the_line_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert outcome(lambda: None, capsys, "go on") == Outcome(0, "", "")
+    assert outcome(lambda: 130, capsys, "go on") == Outcome(130, "", "")
     interrupted = Mock(side_effect=KeyboardInterrupt)
     assert outcome(interrupted, capsys) == Outcome(130, "", "")
-    assert outcome(interrupted, capsys, "go on with it") == Outcome(130, "", "go on with it\n")
+    assert outcome(interrupted, capsys, "go on") == Outcome(130, "", "go on\n")
 
 
 WATCH = """

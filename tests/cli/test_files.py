@@ -10,7 +10,6 @@ import pytest
 from cli.files import (
     atomic_path,
     check_place,
-    one_line,
     read_json,
     read_optional_json,
     write_json,
@@ -91,7 +90,3 @@ def test_an_optional_file_is_empty_only_where_it_is_absent(tmp_path: Path) -> No
     assert "file.json must hold one JSON object" in refusal(read_optional_json, path)
     path.write_bytes(b"\xff")
     assert "file.json cannot be read" in refusal(read_optional_json, path)
-
-
-def test_an_error_of_several_lines_is_one() -> None:
-    assert one_line(ValueError("\n a\nb")) == "a b" and one_line(ValueError()) == "ValueError"

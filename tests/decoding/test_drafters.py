@@ -2,7 +2,7 @@
 tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -15,7 +15,7 @@ from decoding.drafters import CATCH_UP, ModelDrafter, PromptLookup
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Constraint, Rules, Text
+from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import plans, prefilled, text_of, tiny_model
@@ -124,23 +124,18 @@ def test_confidence_is_the_raw_softmax_probability_and_the_token_below_the_thres
         drafter.rollback(2)
 
 
-def only(*tokens: int) -> Tensor:
-    return torch.tensor([token in tokens for token in range(VOCAB)])
-
-
 @torch.inference_mode()
 def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> None:
-    def allowed(tokens: Sequence[int]) -> Tensor:
-        return only(5) if len(tokens) == 2 else only(6) if len(tokens) == 3 else only()
-
-    def constrained(tokens: list[int], constraint: Constraint) -> Text:
+    def constrained(tokens: list[int], allowed: dict[int, int]) -> Text:
+        """A text with one token allowed at each of these positions, and none at others."""
+        constraint = lambda tokens: torch.arange(VOCAB) == allowed.get(len(tokens), -1)  # noqa: E731
         return text_of(tokens, Rules(100, constraints=(constraint,)), vocab=VOCAB)
 
     model = tiny_model("llama", vocab=VOCAB)
     rest = SamplingParams(1.0), FixedLength(4), SeededRandomness(0)
     drafter = ModelDrafter(model, model.new_cache(20))
-    assert drafter.propose(constrained([1, 2], allowed), 4, *rest).tokens.tolist() == [5, 6]
-    repeated = constrained([2, 5, 6, 0, 2], lambda tokens: only(5) if len(tokens) == 5 else only(1))
+    assert drafter.propose(constrained([1, 2], {2: 5, 3: 6}), 4, *rest).tokens.tolist() == [5, 6]
+    repeated = constrained([2, 5, 6, 0, 2], {5: 5, 6: 1})
     assert PromptLookup(VOCAB).propose(repeated, 4, *rest).tokens.tolist() == [5]
 
 

@@ -31,10 +31,9 @@ from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
 from model import Decoder, KVCache
 from tests.calls import recorded
-from tests.laws import TABLE_DRAFTERS, prefilled, text_of, tiny_model
+from tests.laws import EXACT, TABLE_DRAFTERS, prefilled, random_tables, text_of, tiny_model
 from tests.refusal import refusal
 
-EXACT = 1e-9
 EOS = 4  # of the tokens a, b, ab, c and the empty one
 TOKENS = TEXTS[: EOS + 1]
 LONGEST = 10  # bytes of the strings by which a language is enumerated, more than any text here has
@@ -103,13 +102,7 @@ def grammar(name: str) -> Grammar:
 
 
 def table(seed: str) -> TableModel:
-    """Unrelated target and draft tables over the five tokens."""
-    weights = torch.rand(2, 7, 5, dtype=torch.float64, generator=generator(seed)) + 0.05
-    return TableModel(*(weights / weights.sum(-1, keepdim=True)))
-
-
-def generator(seed: str) -> torch.Generator:
-    return torch.Generator().manual_seed(Random(seed).getrandbits(32))
+    return random_tables(Random(seed).getrandbits(32), 7, 5)
 
 
 def request(name: str, number: int = 0) -> Request:
@@ -226,39 +219,38 @@ def test_the_masks_are_freed_with_their_text() -> None:
 # ---- forced tokens ----
 
 
-class CountingModel(TableModel):
-    """A table model that counts its calls under the draft's plan."""
-
-    drafted = 0
-
-    def __call__(self, tokens: Tensor, cache: KVCache, start: int, plan: Any = None) -> Tensor:
-        self.drafted += plan is not None
-        return super().__call__(tokens, cache, start, plan)
-
-
-def rounds_of(name: str, drafter: str) -> tuple[list[Round], CountingModel]:
+def rounds_of(name: str, drafter: str) -> list[Round]:
     rounds: list[Round] = []
-    model = CountingModel(*(rows.exp() for rows in table(name).tables.values()))
     setup = Setup(DRAFTERS[drafter], lambda: FixedLength(6))
     asked = replace(request(name), max_new_tokens=8)
-    run_loop(model, asked, setup, SeededRandomness(0), rounds)
-    return rounds, model
+    run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
+    return rounds
 
 
 @pytest.mark.parametrize("drafter", ["plan", "model", "forced"])
-def test_forced_tokens_are_drafted_without_a_model_and_accepted(drafter: str) -> None:
-    rounds, model = rounds_of("long and forced", drafter)
-    (round,) = rounds
+def test_forced_tokens_are_drafted_without_a_model_and_accepted(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
+    (round,) = rounds_of("long and forced", drafter)
     assert (round.drafted, round.accepted, round.finish) == ([3, 2, 2, 3, EOS], 5, "eos")
-    assert model.drafted == 0
-    assert rounds[0].forced == [True] * 5 + [False] and rounds[0].guessed == (0, 0)
+    assert round.forced == [True] * 5 + [False] and round.guessed == (0, 0)
+    assert plans == [()], "the target alone was called, once"
 
 
 def test_a_guess_is_drafted_after_forced_tokens_and_does_not_count_as_forced() -> None:
     """ "ca" is forced, and a alone may be written, or ab."""
-    rounds, _ = rounds_of("a forced token before a guess", "forced")
-    assert rounds[0].drafted[:2] == [3, 0] and rounds[0].forced[:2] == [True, False]
-    assert rounds[0].guessed == (1, rounds[0].accepted - 1)
+    first, *_ = rounds_of("a forced token before a guess", "forced")
+    assert first.drafted[:2] == [3, 0] and first.forced[:2] == [True, False]
+    assert first.guessed == (1, first.accepted - 1)
+
+
+def drafting_under(made: Grammar) -> tuple[ModelDrafter, Text]:
+    """A text under a grammar, and a model that drafts it."""
+    model = tiny_model("llama", vocab=5)
+    rules = Rules(9, frozenset({EOS}), grammar=made)
+    text = text_of([1, 2], rules, TOKENS.__getitem__, vocab=5)
+    return ModelDrafter(model, prefilled(model, text.tokens)), text
 
 
 @torch.inference_mode()
@@ -266,9 +258,7 @@ def test_a_guess_is_drafted_after_forced_tokens_and_does_not_count_as_forced() -
 def test_a_model_draws_as_many_tokens_as_asked_and_the_forced_ones_come_on_top(
     steps: int, drafted: list[int | None]
 ) -> None:
-    model = tiny_model("llama", vocab=5)
-    text = text_under(Grammar("regex", "c(a|b)c(aa|bb)", VOCABULARY))
-    drafter = ModelDrafter(model, prefilled(model, text.tokens))
+    drafter, text = drafting_under(Grammar("regex", "c(a|b)c(aa|bb)", VOCABULARY))
     rest = SamplingParams(1.0), FixedLength(9), SeededRandomness(0), steps
     draft = drafter.propose(text, 9, *rest)
     found = draft.tokens.tolist()
@@ -276,16 +266,9 @@ def test_a_model_draws_as_many_tokens_as_asked_and_the_forced_ones_come_on_top(
     assert [token if token == 3 else None for token in found[: len(drafted)]] == drafted
 
 
-def text_under(made: Grammar) -> Text:
-    rules = Rules(9, frozenset({EOS}), grammar=made)
-    return text_of([1, 2], rules, TOKENS.__getitem__, vocab=5)
-
-
 @torch.inference_mode()
 def test_a_model_reads_forced_tokens_in_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama", vocab=5)
-    text = text_under(grammar("a forced token before a guess"))
-    drafter = ModelDrafter(model, prefilled(model, text.tokens))
+    drafter, text = drafting_under(grammar("a forced token before a guess"))
     widths = recorded(monkeypatch, Decoder, "forward", lambda _, tokens, *rest: tokens.shape[1])
     rest = SamplingParams(1.0), AdaptiveExit(0.0, 4), SeededRandomness(0)
     draft = drafter.propose(text, 4, *rest)
@@ -341,33 +324,24 @@ def test_an_end_of_text_token_with_bytes_neither_ends_a_whole_text_nor_a_part() 
         assert made(0)(text).nonzero()[:, 0].tolist() == allowed
 
 
-class Failing:
+def failing_matcher(inner: Any) -> Mock:
     """A matcher that fails after two a's, as where a limit is reached."""
+    matcher, consumed = Mock(wraps=inner), []
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.consumed, self.failed = [], False
+    def roll_back(count: int) -> object:
+        del consumed[len(consumed) - count :]
+        return DEFAULT
 
-    def compute_ff_bytes(self) -> bytes:
-        return self.inner.compute_ff_bytes()
+    def mask() -> object:
+        matcher.is_error.return_value |= consumed == [0, 0]
+        return DEFAULT
 
-    def rollback(self, count: int) -> bool:
-        del self.consumed[len(self.consumed) - count :]
-        return not self.failed and self.inner.rollback(count)
-
-    def consume_tokens(self, tokens: list[int]) -> bool:
-        self.consumed += tokens
-        return self.inner.consume_tokens(tokens)
-
-    def compute_bitmask(self) -> bytes:
-        self.failed = self.failed or self.consumed == [0, 0]
-        return self.inner.compute_bitmask()
-
-    def is_error(self) -> bool:
-        return self.failed
-
-    def get_error(self) -> str:
-        return "too many states\n<state>"
+    matcher.consume_tokens.side_effect = lambda tokens: consumed.extend(tokens) or DEFAULT
+    matcher.rollback.side_effect = roll_back
+    matcher.compute_bitmask.side_effect = mask
+    matcher.is_error.return_value = False
+    matcher.get_error.return_value = "too many states\n<state>"
+    return matcher
 
 
 @pytest.fixture
@@ -375,7 +349,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Grammar:
     """A grammar of a's and b's whose matchers fail after two a's."""
     made = Grammar("regex", "[ab]{3}", VOCABULARY)
     copied = made.pristine.deep_copy
-    monkeypatch.setitem(made.__dict__, "pristine", Mock(deep_copy=lambda: Failing(copied())))
+    monkeypatch.setitem(
+        made.__dict__, "pristine", Mock(deep_copy=lambda: failing_matcher(copied()))
+    )
     return made
 
 

@@ -4,6 +4,7 @@ draft.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 import pytest
@@ -43,22 +44,16 @@ from tests.laws import (
     TABLE_DRAFTERS,
     OneOffer,
     chi_square_p_value,
+    random_tables,
     speculated,
     tiny_model,
 )
 
 
-def two_token_model(seed: int) -> TableModel:
-    """Target and draft tables over two tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.rand(2, 5, 2, dtype=torch.float64, generator=generator) + 0.1
-    return TableModel(*(rows / rows.sum(-1, keepdim=True)))
-
-
-def no_three_alike(tokens: Sequence[int]) -> Tensor:
+def no_three_alike(tokens: Sequence[int], vocab: int = 2) -> Tensor:
     """A constraint: never three equal tokens in a row."""
     twice = len(tokens) > 1 and tokens[-1] == tokens[-2]
-    return torch.tensor([not (twice and tokens[-1] == token) for token in range(2)])
+    return torch.tensor([not (twice and tokens[-1] == token) for token in range(vocab)])
 
 
 POLICIES = {
@@ -86,7 +81,7 @@ REQUESTS = {
 @pytest.mark.parametrize("case", REQUESTS)
 def test_the_loops_whole_law_is_plain_samplings(case: str, drafter: str, policy: str) -> None:
     """By enumeration: the draws on a path split the interval of the random number at each place."""
-    model = two_token_model(Random(f"{case} {drafter} {policy}").getrandbits(32))
+    model = random_tables(Random(f"{case} {drafter} {policy}").getrandbits(32), 5, 2)
     setup = Setup(TABLE_DRAFTERS[drafter], POLICIES[policy])
     assert bias(model, REQUESTS[case], setup, "race") < 1e-9
 
@@ -233,10 +228,6 @@ def write(
     return text
 
 
-def not_the_same_again(tokens: Sequence[int]) -> Tensor:
-    return torch.arange(VOCAB) != tokens[-1]
-
-
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(
     family=st.sampled_from([*FAMILIES]),
@@ -273,7 +264,8 @@ def test_the_seed_determines_the_text_under_any_draft(
 ) -> None:
     """In float64, token for token plain decoding's, for any rules, parameters and samples."""
     model = tiny_model(family, vocab=VOCAB, seed=model_seed)
-    rules = Rules(16, frozenset(eos), stops, banned, (not_the_same_again,) if constrained else ())
+    constraints = [partial(no_three_alike, vocab=VOCAB)] * constrained
+    rules = Rules(16, frozenset(eos), stops, banned, constraints)
     speculated = write(model, rules, params, kind, POLICIES[policy](), seed, sample)
     plain = write(model, rules, params, "none", FixedLength(0), seed, sample)
     assert (speculated.generated, speculated.finish) == (plain.generated, plain.finish)
@@ -283,7 +275,7 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     """With probability Σ_x 1 / Σ_y max(p_y/p_x, q_y/q_x); with other exponentials it would be Σ
     p·q.
     """
-    model, request, runs, accepted = two_token_model(5), Request(max_new_tokens=2), 1500, 0
+    model, request, runs, accepted = random_tables(5, 5, 2), Request(max_new_tokens=2), 1500, 0
     p, q = (table[1].exp().tolist() for table in model.tables.values())
     shared = sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(2)) for x in range(2))
     assert shared - sum(a * b for a, b in zip(p, q, strict=True)) > 0.1

@@ -166,8 +166,6 @@ def test_several_constraints_allow_what_all_of_them_allow() -> None:
     rules = Rules(9, constraints=(lambda _: first, lambda _: None, lambda _: second))
     allowed = text_of([0], rules, vocab=3).allowed(torch.tensor([], dtype=torch.int64))
     assert allowed.tolist() == [[False, True, False]]
-    probs = distribution(torch.zeros(1, 3), torch.tensor([0]), SamplingParams(1.0), allowed)
-    assert probs.tolist() == [[0.0, 1.0, 0.0]]
     silent = text_of([0], Rules(9, constraints=(lambda _: None,)), vocab=3)
     assert silent.allowed(torch.tensor([1, 2])) is None
 

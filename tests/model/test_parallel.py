@@ -21,11 +21,9 @@ from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan, Shard, parse_config
 from tests.configs import FAMILIES, small
-from tests.laws import REAL_DRAFTERS, random_model
+from tests.laws import EXACT, REAL_DRAFTERS, random_model
 from tests.ranks import Ranks, joined, split_model
 from tests.refusal import refusal
-
-EXACT = 1e-9
 
 
 def config(family: str, size: int, **changes: Any) -> dict[str, Any]:

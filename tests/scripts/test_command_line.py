@@ -4,10 +4,8 @@ Ctrl-C.
 
 import json
 import re
-import signal
 import subprocess
 import sys
-from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,8 +15,9 @@ import torch
 import generate
 from cli import device
 from decoding.run.session import TextStream
+from tests.calls import interrupted
 from tests.commands import Run
-from tests.folders import GEMMA2, LLAMA, write_folder
+from tests.folders import LLAMA, write_folder
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
@@ -38,13 +37,6 @@ KEYS = [
     "accepted_histogram",
     "repeat_with",
 ]
-
-
-@pytest.fixture(scope="module")
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Another random model with the same tokenizer: a seeded pair."""
-    folder = tmp_path_factory.mktemp("models") / "draft"
-    return str(write_folder(folder, {**GEMMA2, "num_hidden_layers": 1}, seed=5))
 
 
 @pytest.fixture
@@ -136,20 +128,6 @@ def test_a_budget_beyond_the_context_is_cut_with_a_line(run: Run, model: str) ->
     assert "context" not in run("a", "--model", model, "--max-new-tokens", "9").err
 
 
-def test_help_ends_in_examples_and_names_existing_chapters(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        generate.main(["--help"])
-    said = capsys.readouterr().out
-    assert len(re.findall("^  python generate.py ", said.partition("\nexamples:\n")[2], re.M)) == 3
-    links = set(re.findall(r"(docs/\w+\.md)#([\w-]+)", re.sub(r"\s", "", said)))
-    assert len(links) == 2
-    for file, anchor in links:
-        titles = re.findall("^## (.+)", (ROOT / file).read_text("utf-8"), re.M)
-        assert anchor in [title.lower().replace(" ", "-") for title in titles]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -189,6 +167,7 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
             "accepted": sum(n * times for n, times in enumerate(result["accepted_histogram"])),
             "acceptance_rate": result["accepted"] / result["drafted"],
             "tokens_per_round": 12 / result["rounds"],
+            "repeat_with": "--seed 4 --coupling race --num-samples 3",
         }
     assert len({result["text"] for result in outcome.objects}) == 3
 
@@ -199,31 +178,6 @@ def test_without_a_seed_the_seed_is_shown_and_repeats_the_text(run: Run, model: 
     (flags,) = re.findall(r"(--seed \d+ --coupling race)\]", first.err)
     other, again = run(*common), run(*common, "--draft", "none", *flags.split())
     assert again.out == first.out != other.out
-
-
-@pytest.mark.parametrize(
-    "more", [["--ban", "a", "--stop", "e"], ["--top-p", "0.8", "--repetition-penalty", "1.2"]]
-)
-def test_with_a_seed_every_drafter_writes_the_same_texts(
-    run: Run, model: str, draft_model: str, more: list[str]
-) -> None:
-    common = ["the hen in", "--model", model, "--dtype", "float64", "--max-new-tokens", "12"]
-    common += ["--temperature", "0.9", "--seed", "5", "--num-samples", "2", "--json", *more]
-    compared = ("tokens", "finish_reason", "repeat_with")
-    plain, *drafted = (
-        [[result[key] for key in compared] for result in run(*common, "--draft", *draft).objects]
-        for draft in (
-            ["none"],
-            ["lookup", "--compare"],
-            ["exit", "--exit-layer", "3"],
-            ["exit", "--adaptive", "--min-target-confidence", "0.1"],
-            ["auto"],
-            ["model", "--draft-model", draft_model, "--gamma", "2"],
-        )
-    )
-    assert drafted == [plain] * 5
-    (first, _, repeat), (second, *_) = plain
-    assert first != second and repeat == "--seed 5 --coupling race --num-samples 2"
 
 
 def test_a_stop_string_cuts_the_text_an_end_token_ends_it_and_a_banned_word_is_never_written(
@@ -247,14 +201,7 @@ def test_a_stop_string_cuts_the_text_an_end_token_ends_it_and_a_banned_word_is_n
 def test_ctrl_c_prints_what_was_written_and_exits_130(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    production, calls = TextStream.pull, count(1)
-
-    def interrupted(self: TextStream, **end: bool) -> str:
-        if next(calls) == 4:
-            raise KeyboardInterrupt
-        return production(self, **end)
-
-    monkeypatch.setattr(TextStream, "pull", interrupted)
+    interrupted(monkeypatch, TextStream, "pull", 4)
     outcome = run("the", "--model", model, "--draft", "none", "--num-samples", "2", "--json")
     assert outcome.status == 130
     assert [result["finish_reason"] for result in outcome.objects] == ["interrupted"] * 2
@@ -341,32 +288,13 @@ def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_pa
 # As a process
 
 
-def started(model: object, *options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, ROOT / "generate.py", "the hen", "--model", model, *options]
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a long context."""
-    config = {**LLAMA, "max_position_embeddings": 1 << 16}
-    return write_folder(tmp_path_factory.mktemp("models") / "endless", config)
-
-
-def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(endless: Path) -> None:
-    options = ["--draft", "lookup", "--max-new-tokens", 1 << 16, "--num-samples", 3]
-    with started(endless, *options) as process:
-        first = process.stdout.read(1)  # the text has begun, and is far from its end
-        process.send_signal(signal.SIGINT)
-        rest, said = process.communicate()
-    assert process.returncode == 130 and first and rest.endswith(b"\n")
-    assert said.count(b" tokens in ") == 3 and b"Traceback" not in said
-
-
-def test_a_reader_that_goes_away_ends_the_process_quietly(endless: Path) -> None:
+def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path) -> None:
     """As in ``generate.py ... --trace | head -c 1``, whose console ends the process itself."""
-    options = ["--max-new-tokens", 1 << 16, "--draft", "none", "--trace"]
-    with started(endless, *options) as process:
+    endless = write_folder(tmp_path / "endless", {**LLAMA, "max_position_embeddings": 1 << 16})
+    options = ["--max-new-tokens", str(1 << 16), "--draft", "none", "--trace"]
+    command = [sys.executable, ROOT / "generate.py", "the hen", "--model", endless, *options]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
         assert process.stdout.read(1)
         process.stdout.close()
         said = process.stderr.read()

@@ -19,6 +19,7 @@ from decoding.randomness import Place, Randomness
 from decoding.verify import verify_by_ratio
 from search.costs import CostTable, predicted_speedup
 from tests.browser import find, look
+from tests.laws import speculative
 
 PAGE = Path(__file__).parents[2] / "docs/explore.html"
 P = [0.4, 0.25, 0.2, 0.1, 0.05]
@@ -44,19 +45,6 @@ def until(page: WebDriver, holds: Callable[[], bool]) -> None:
     WebDriverWait(page, 10).until(lambda _: holds())
 
 
-def with_residual(residual: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> dict:
-    """Law of a token by the ratio rule with another residual."""
-    p, q = torch.tensor([P, Q], dtype=torch.float64)
-
-    def run() -> int:
-        drafted = torch.multinomial(q, 1)
-        if torch.rand(1) < p[drafted] / q[drafted]:
-            return drafted.item()
-        return torch.multinomial(residual(p, q), 1).item()
-
-    return law_of(run).probs
-
-
 def test_the_ratio_rule_of_the_page_is_that_of_the_code(page: WebDriver) -> None:
     p, q = torch.tensor([P, Q], dtype=torch.float64)
 
@@ -69,8 +57,8 @@ def test_the_ratio_rule_of_the_page_is_that_of_the_code(page: WebDriver) -> None
 
     laws = {
         0: output_law(run, Enumerator),
-        1: with_residual(lambda p, q: p),
-        3: with_residual(lambda p, q: (p - q).clamp(min=0) + EPSILON),
+        1: law_of(speculative(p, q, lambda p, q: p)).probs,
+        3: law_of(speculative(p, q, lambda p, q: (p - q).clamp(min=0) + EPSILON)).probs,
     }
     for number, law in laws.items():
         found = asked(page, f"law(arguments[0], arguments[1], MISTAKES[{number}])", P, Q)
@@ -82,15 +70,6 @@ def test_the_ratio_rule_of_the_page_is_that_of_the_code(page: WebDriver) -> None
 def test_a_coarse_u_accepts_what_the_model_never_writes(page: WebDriver) -> None:
     found = asked(page, "law([0.5, 0.5, 0], [0, 0, 1], MISTAKES[2])")
     assert found[2] == pytest.approx(1 / 256) and sum(found) == pytest.approx(1)
-
-
-def test_speedups_of_the_page_are_the_predicted_ones(page: WebDriver) -> None:
-    for alpha, cost, row, length in ((0.85, 0.4, 0.03, 4), (0, 0, 0, 1), (0.99, 0.1, 0.5, 12)):
-        table = CostTable(cost, [1 + row * drafted for drafted in range(13)], first=0.1)
-        expected = predicted_speedup(alpha, length, table)
-        assert asked(page, f"speedup({alpha}, {cost}, {row}, {length}, 0.1)") == pytest.approx(
-            expected
-        )
 
 
 def test_a_chosen_exit_sets_its_costs_and_the_best_length(page: WebDriver) -> None:

@@ -29,12 +29,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def example(file: Path) -> dict[str, Any]:
-    """Definitions of the example, after it has run with its own assertion."""
+    """Definitions of the example, which has asserted that its drafter, however bad, is lossless."""
     return runpy.run_path(str(file), run_name="__main__")
-
-
-def test_the_documents_drafter_is_lossless_however_bad(example: dict[str, Any]) -> None:
-    assert example["distance"] < 1e-9
 
 
 def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, Any]) -> None:

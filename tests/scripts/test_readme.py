@@ -83,6 +83,14 @@ def helps() -> str:
     return said.getvalue()
 
 
+def test_help_ends_in_examples_and_names_existing_sections(helps: str) -> None:
+    assert helps.count("\nexamples:\n  python generate.py ") == 1
+    links = set(re.findall(r"docs/\w+\.md#[\w-]+", re.sub(r"\s", "", helps)))
+    assert len(links) == 2
+    for link in links:
+        test_every_linked_file_and_section_exists(README, link)
+
+
 OURS = re.sub(r"torchrun .*? (train|generate)\.py", "", ALL)  # torchrun's options are its own
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from tests.calls import status_of
+from tests.calls import interrupted, status_of
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.ranks import started
 from weights.load import load_model
@@ -91,15 +91,9 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
 ) -> None:
     """Weights and moments bit for bit, by AdamW and Muon; after a step that was not saved."""
     assert train.main(arguments(data, tmp_path / "whole", muon_rate=0.02)) == 0
-    again, backward = arguments(data, tmp_path / "killed", muon_rate=0.02), train.backward
-
-    def interrupted(*inputs: Any) -> torch.Tensor:
-        if inputs[3] == 3:
-            raise KeyboardInterrupt
-        return backward(*inputs)
-
+    again = arguments(data, tmp_path / "killed", muon_rate=0.02)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "backward", interrupted)
+        interrupted(patch, train, "backward", 4)
         assert train.main(again) == 130
     assert train.main(again) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")

@@ -5,7 +5,6 @@ filter of stories, which ends them where they begin to repeat themselves.
 import json
 import random
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,7 +18,7 @@ from decoding.randomness import Place
 from decoding.sampling import SamplingParams, distribution
 from decoding.verify import Coupling
 from model import Decoder
-from tests.calls import recorded, status_of
+from tests.calls import interrupted, status_of
 from tests.folders import VOCAB_SIZE, write_folder
 from tests.laws import tiny_model
 from tests.refusal import refusal
@@ -87,15 +86,12 @@ def test_each_text_is_its_own_draws_whatever_is_written_beside_it(
     assert len({len(text) for text in expected}) > 2
 
 
-def test_a_model_with_non_finite_logits_is_refused() -> None:
+def test_a_prompt_that_fills_the_context_and_non_finite_logits_are_refused() -> None:
     model = tiny_model("llama", vocab=6)
+    said = refusal(sampled, model, [[0] * 64], SamplingParams())
+    assert "a prompt has 64 tokens: the model's context ends after 64" in said
     model.layers[1].mlp.up_proj.weight[0] = float("nan")
     assert "stop being finite" in refusal(sampled, model, PROMPTS, SamplingParams(1.0))
-
-
-def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    said = refusal(sampled, tiny_model("llama"), [[0] * 64], SamplingParams())
-    assert "a prompt has 64 tokens: the model's context ends after 64" in said
 
 
 # The file.
@@ -202,13 +198,7 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert write("--tokens", 700, "--out", whole)[0] == 0
-    calls = count(1)
-
-    def interrupt(*_: object) -> None:
-        if next(calls) in (1, 3, 4):
-            raise KeyboardInterrupt
-
-    recorded(monkeypatch, corpus, "write_stories", interrupt)
+    interrupted(monkeypatch, corpus, "write_stories", 1, 3, 4)
     statuses = [write("--tokens", 700, "--out", parts)[0] for _ in range(4)]
     assert statuses == [130, 130, 130, 0] and parts.read_bytes() == whole.read_bytes()
 

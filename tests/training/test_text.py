@@ -42,16 +42,11 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_jsonl_line_is_a_text_or_a_prompt_with_its_response(tmp_path: Path) -> None:
-    rows = b'{"text": "One."}\n{"prompt": "Say two. ", "response": "\\nTwo."}\n{"text": " "}'
-    assert documents_of(tmp_path / "a.jsonl", rows) == ["One.", "Say two.\n\nTwo."]
-
-
-def test_a_jsonl_line_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
-    row = '{"text": "one\u2028two\x85three"}'
-    assert (
-        documents_of(tmp_path / "a.jsonl", f"{row}\r\n{row}".encode())
-        == ["one\u2028two\x85three"] * 2
-    )
+    """Each may hold the line separators of Unicode."""
+    whole, parts = '{"text": "One\u2028two\x85."}', '{"prompt": "Say two. ", "response": "\\nTwo."}'
+    rows = f'{whole}\r\n{parts}\n{{"text": " "}}'
+    found = documents_of(tmp_path / "a.jsonl", rows.encode())
+    assert found == ["One\u2028two\x85.", "Say two.\n\nTwo."]
 
 
 def test_a_text_file_is_cut_at_line_ends_where_it_can_be_and_nothing_is_lost(

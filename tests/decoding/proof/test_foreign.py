@@ -28,23 +28,12 @@ from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from tests.decoding.proof.foreign import bigrams
 from tests.decoding.proof.foreign.of_transformers import ASSISTED, SETS, write
+from tests.laws import speculative
 from tests.mutants import table
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
 LOGITS = P.log()
-
-
-def speculative(residual: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], int]:
-    """One token by a draft from Q, as a user would write it."""
-
-    def run() -> int:
-        drafted = torch.multinomial(Q, 1)
-        if torch.rand(1) < P[drafted] / Q[drafted]:
-            return drafted.item()
-        return torch.multinomial(residual(P, Q), 1).item()
-
-    return run
 
 
 def in_place(noise: Tensor) -> Tensor:
@@ -54,8 +43,8 @@ def in_place(noise: Tensor) -> Tensor:
     return probs.argmax()
 
 
-EXACT = speculative(lambda p, q: (p - q).clamp(min=0))
-WRONG = speculative(lambda p, q: p)
+EXACT = speculative(P, Q, lambda p, q: (p - q).clamp(min=0))
+WRONG = speculative(P, Q, lambda p, q: p)
 DRAWS: dict[str, Callable[[], Any]] = {
     "multinomial": lambda: torch.multinomial(P, 1)[0],
     "a method": lambda: P.multinomial(1).item(),
@@ -117,6 +106,10 @@ def test_rows_and_samples_are_independent() -> None:
         (lambda: (P / torch.empty(3).exponential_()).topk(1), "topk of a race"),
         (lambda: (torch.rand(3) * 2).log() < 0, "log of u"),
         (lambda: (P / -(u := torch.rand(3)).log()).argmax() + (u[0] < 0.5), "decided a race"),
+        (
+            lambda: [(P / (e := torch.empty(3).exponential_())).argmax() > 0, (Q / e).argmax() > 0],
+            "not independent",  # races that share their noise
+        ),
         (lambda: torch.rand(1).mul_(2), "mul_ of u"),
         (lambda: torch.rand(1).lt_(0.5), "lt_ of u"),
         (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
@@ -130,15 +123,6 @@ def test_code_that_cannot_be_enumerated_is_refused_by_name(
     run: Callable[[], Any], said: str
 ) -> None:
     with pytest.raises(Refused, match=said):
-        law_of(run)
-
-
-def test_races_that_share_their_noise_are_refused() -> None:
-    def run() -> list[int]:
-        noise = torch.empty(3).exponential_()
-        return [(P / noise).argmax().item(), (Q / noise).argmax().item()]
-
-    with pytest.raises(Refused, match="not independent"):
         law_of(run)
 
 
@@ -245,25 +229,28 @@ def broken():
 """
 
 
+@pytest.mark.parametrize(
+    ("files", "status", "told"),
+    [
+        ("users.py:plain users.py:wrong", 1, "total variation 0.15 (3 and 6 paths, enumerated)"),
+        ("users.py:plain users.py:wrong", 1, "0.300000 │ 0.450000"),
+        ("users.py:plain users.py:plain", 0, "total variation 0 (3 and 3 paths, enumerated)"),
+        ("users.py:plain users.py:noisy", 2, "randn cannot be enumerated"),
+        ("users.py:plain users.py:broken", 2, "division by zero"),
+        ("users.py:plain users.py:missing", 2, "has no function missing"),
+        ("nothing.py:a b", 2, "error: "),
+    ],
+)
 def test_the_command_prints_the_distance_and_what_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: str,
+    status: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tmp_path / "users.py"
-    file.write_text(USERS)
-
-    def run(*names: str) -> tuple[int, str]:
-        """Exit code and output of the command on functions of the file."""
-        status = command.main([f"{file}:{name}" for name in names])
-        return status, " ".join("".join(capsys.readouterr()).split())
-
-    status, said = run("plain", "wrong")
-    assert status == 1 and "total variation 0.15 (3 and 6 paths, enumerated)" in said
-    assert "0.300000 │ 0.450000" in said
-    assert run("plain", "plain") == (0, "total variation 0 (3 and 3 paths, enumerated)")
-    status, said = run("plain", "noisy")
-    assert status == 2 and "randn cannot be enumerated" in said and "Traceback" not in said
-    status, said = run("plain", "broken")
-    assert status == 2 and "division by zero" in said and "Traceback" not in said
-    status, said = run("plain", "missing")
-    assert status == 2 and "has no function missing" in said
-    assert command.main(["nothing.py:a", "b"]) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("users.py").write_text(USERS)
+    assert command.main(files.split()) == status
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert told in said and "Traceback" not in said

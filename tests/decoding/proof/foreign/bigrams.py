@@ -6,6 +6,8 @@ Four tokens, of which token 0 never occurs: some libraries refuse it or pad with
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 TOKENS = int(os.environ.get("TOKENS", 3))  # of a text
+TEMPERATURE = float(os.environ.get("TEMPERATURE", 1))
 PROMPT = [1, 2]
 ROWS = torch.rand(2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 0.1
 ROWS[:, :, 0] = 0
@@ -57,6 +60,13 @@ class Bigrams:
             logits=self.table.log()[input_ids], past_key_values=[(entries, entries)]
         )
 
+    @contextmanager
+    def self_draft(self) -> Iterator[None]:
+        """Within, the table of the draft."""
+        self.table = DRAFT
+        yield
+        self.table = TARGET
+
 
 def unfiltered(logits: Tensor, **thresholds: Any) -> Tensor:
     """Logits as they are, for a filter that is off."""
@@ -64,8 +74,8 @@ def unfiltered(logits: Tensor, **thresholds: Any) -> Tensor:
 
 
 def plain() -> tuple[int, ...]:
-    """A text drawn token by token."""
+    """A text drawn token by token, at TEMPERATURE."""
     text = [*PROMPT]
     for _ in range(TOKENS):
-        text.append(torch.multinomial(TARGET[text[-1]], 1).item())
+        text.append(torch.multinomial(TARGET[text[-1]] ** (1 / TEMPERATURE), 1).item())
     return tuple(text[len(PROMPT) :])

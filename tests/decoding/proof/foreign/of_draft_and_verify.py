@@ -1,6 +1,5 @@
 """Texts by Draft & Verify, in the clone that DRAFT_AND_VERIFY names."""
 
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 import transformers
 
 from tests.decoding.proof.foreign.bigrams import (
-    DRAFT,
     PROMPT,
     TARGET,
     TOKENS,
@@ -23,16 +21,10 @@ decoding = foreign("DRAFT_AND_VERIFY", "decoding")
 
 
 class SelfDrafting(Bigrams):
-    """Table of the target, and of the draft within ``self_draft``."""
+    """Model that answers by a dictionary."""
 
     def __call__(self, **given: Any) -> dict[str, Any]:
         return vars(super().__call__(**given))
-
-    @contextmanager
-    def self_draft(self) -> Any:
-        self.table = DRAFT
-        yield
-        self.table = TARGET
 
 
 def write(**options: bool) -> tuple[int, ...]:

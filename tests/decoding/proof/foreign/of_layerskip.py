@@ -1,5 +1,6 @@
 """Texts by the self-speculation of LayerSkip, in the clone that LAYERSKIP names."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,20 +22,15 @@ transformers.top_k_top_p_filtering = unfiltered
 generator = foreign("LAYERSKIP", "self_speculation.self_speculation_generator")
 
 
-def early(model: Any, tokens: Tensor, *unused: Any) -> Any:
-    """The draft's logits in place of those of the first layers."""
-    return SimpleNamespace(
-        logits=DRAFT.log()[tokens.long()], past_key_values=(), exit_query_cache=None
+def answering(table: Tensor) -> Callable[..., Any]:
+    """A function that gives this table's logits in place of those of some layers."""
+    return lambda model, tokens, *unused: SimpleNamespace(
+        logits=table.log()[tokens.long()], past_key_values=(), exit_query_cache=None
     )
 
 
-def remainder(model: Any, tokens: Tensor, *unused: Any) -> Any:
-    """The target's logits in place of those of the other layers."""
-    return SimpleNamespace(logits=TARGET.log()[tokens.long()], past_key_values=())
-
-
-generator.forward_early = early
-generator.forward_remainder = remainder
+generator.forward_early = answering(DRAFT)
+generator.forward_remainder = answering(TARGET)
 
 
 def speculative() -> tuple[int, ...]:

@@ -1,6 +1,10 @@
 """Texts by feifeibear/LLMSpeculativeSampling, in the clone that LLM_SPECULATIVE_SAMPLING names."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from tests.decoding.proof.foreign.bigrams import (
     DRAFT,
@@ -14,25 +18,15 @@ from tests.decoding.proof.foreign.bigrams import (
 rules = foreign("LLM_SPECULATIVE_SAMPLING", "sampling.speculative_sampling")
 
 
-def with_cache() -> tuple[int, ...]:
-    """A text by ``speculative_sampling``, cut to its length."""
-    written = rules.speculative_sampling(
-        torch.tensor([PROMPT]), Bigrams(DRAFT), Bigrams(TARGET), TOKENS, gamma=2
+def write(rule: Callable[..., Tensor], **options: int) -> tuple[int, ...]:
+    """A text by this function, cut to its length."""
+    written = rule(
+        torch.tensor([PROMPT]), Bigrams(DRAFT), Bigrams(TARGET), TOKENS, gamma=2, **options
     )
     return tuple(written[0, len(PROMPT) :][:TOKENS].tolist())
 
 
-def without_cache() -> tuple[int, ...]:
-    """A text by ``speculative_sampling_v2``, cut to its length."""
-    written = rules.speculative_sampling_v2(
-        torch.tensor([PROMPT]), Bigrams(DRAFT), Bigrams(TARGET), TOKENS, gamma=2
-    )
-    return tuple(written[0, len(PROMPT) :][:TOKENS].tolist())
-
-
-def with_a_seed() -> tuple[int, ...]:
-    """A text by ``speculative_sampling`` with a seed, which it sets again before each number."""
-    written = rules.speculative_sampling(
-        torch.tensor([PROMPT]), Bigrams(DRAFT), Bigrams(TARGET), TOKENS, gamma=2, random_seed=1
-    )
-    return tuple(written[0, len(PROMPT) :][:TOKENS].tolist())
+with_cache = partial(write, rules.speculative_sampling)
+without_cache = partial(write, rules.speculative_sampling_v2)
+# which it sets again before each number
+with_a_seed = partial(write, rules.speculative_sampling, random_seed=1)

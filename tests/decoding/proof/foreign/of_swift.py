@@ -6,18 +6,22 @@ Two drafts at one place stand for its up to ten at several.
 import os
 import runpy
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor
 
-from tests.decoding.proof.foreign.bigrams import DRAFT, PROMPT, TARGET, TOKENS, foreign
+from tests.decoding.proof.foreign.bigrams import (
+    PROMPT,
+    TARGET,
+    TEMPERATURE,
+    TOKENS,
+    Bigrams,
+    foreign,
+)
 
-TEMPERATURE = float(os.environ.get("TEMPERATURE", 1))
 swift = foreign("SWIFT", "swift.utils", under="model")
 swift.TOPK = 2  # drafts at a place
 # Its script also imports other packages, and a block of an older transformers.
@@ -38,11 +42,11 @@ forward.__globals__["initialize_past_key_values"] = lambda model: (
 swift.clone_past_key_values = MagicMock()
 
 
-class SelfDrafting:
-    """Table of the target, and of the draft within ``self_draft``."""
+class SelfDrafting(Bigrams):
+    """Model in two parts: its layers give the logits, which its head passes on."""
 
     def __init__(self) -> None:
-        self.table = TARGET
+        super().__init__(TARGET)
         weight = SimpleNamespace(weight=torch.zeros(1))
         layer = SimpleNamespace(self_attn=SimpleNamespace(q_proj=weight))
         self.model = lambda input_ids, **_: [self.table.log()[input_ids]]
@@ -50,20 +54,6 @@ class SelfDrafting:
 
     def lm_head(self, logits: Tensor) -> Tensor:
         return logits
-
-    @contextmanager
-    def self_draft(self) -> Any:
-        self.table = DRAFT
-        yield
-        self.table = TARGET
-
-
-def plain() -> tuple[int, ...]:
-    """A text drawn token by token at the temperature."""
-    text = [*PROMPT]
-    for _ in range(TOKENS):
-        text.append(torch.multinomial(TARGET[text[-1]] ** (1 / TEMPERATURE), 1).item())
-    return tuple(text[len(PROMPT) :])
 
 
 def speculative() -> tuple[int, ...]:
