@@ -12,7 +12,8 @@ class Round:
     ``drafted``   the draft's tokens
     ``accepted``  the number of them that the target accepted
     ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token
-                  after them, up to the first that ended the text or completed a banned word
+                  after them, if any can follow, up to the first that ended the text or completed a
+                  banned word
     ``retracted`` the tokens then removed from the end of the text, because of a banned word
     ``finish``    the reason why the text ended with this round: "eos", "stop" or "length"; None
                   while it continues

@@ -40,8 +40,9 @@ def speculate(
     Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text
     but the last (``target.prefill``). Rolled back to the prompt, it can be used for another sample.
     ``verify`` is the rule that goes with the randomness (``decoding.verify.COUPLINGS``). Raises
-    InputError where the constraints allow no token at the end of the text, where the target's
-    logits are non-finite, and for a drafter that breaks its contract.
+    InputError where no token can follow the text, because the constraints allow none or the
+    target's logits are non-finite, and for a drafter that breaks its contract. A round in which
+    this happens after accepted tokens keeps them: the next one raises the error.
     """
     check_drafter(drafter)
     cache.truncate(len(text) - 1)
@@ -60,9 +61,9 @@ def speculate(
         probs = distribution(logits, context, params, allowed)
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
         verdict = read_verdict(draft, accepted, token, logits, probs, policy)
-        if verdict.nonfinite:
-            raise InputError(NON_FINITE)
-        emitted, retracted = text.extend([*verdict.drafted[: verdict.accepted], verdict.token])
+        if not verdict.kept:
+            raise InputError(NON_FINITE) if verdict.nonfinite else text.dead_end()
+        emitted, retracted = text.extend(verdict.kept)
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
         round = Round(
@@ -84,14 +85,14 @@ def speculate(
 class Verdict(NamedTuple):
     """Result of a verification, copied to the host.
 
-    ``token`` follows the accepted ones; it is None where the constraints allow none. ``nonfinite``:
-    the largest of its logits is NaN or infinite. ``confidence``: its raw softmax probability; None
-    unless the policy reads it.
+    ``kept`` are the accepted tokens and the one after them, if any can follow: the constraints may
+    allow none, or its logits be ``nonfinite``, the largest of them NaN or infinite. ``confidence``:
+    the raw softmax probability of the token after them; None unless the policy reads it.
     """
 
     drafted: list[int]
     accepted: int
-    token: int | None
+    kept: list[int]
     nonfinite: bool
     confidence: float | None
 
@@ -118,7 +119,7 @@ def read_verdict(
     return Verdict(
         drafted,
         count,
-        number if probability else None,
+        drafted[:count] + ([number] if probability else []),
         nonfinite=not probability and not logits[count].amax().isfinite(),
         confidence=confidence[0] if confidence else None,
     )

@@ -83,11 +83,17 @@ class Recording:
 
     def add(self, round: Round, seconds: float) -> dict[str, Any]:
         """Add a round; ``seconds`` is the time of decoding so far. Returns its JSON."""
-        verdicts = zip(self.details, round.verdicts(), strict=False)
+        verdicts = round.verdicts()
+        # where the text ends before the target's own token, that has no verdict
+        details = self.details[: len(verdicts)]
+        tokens = [
+            {**detail, "verdict": verdict}
+            for detail, (_, verdict) in zip(details, verdicts, strict=True)
+        ]
         data = {
             "position": round.position,
             "drafter": self.record[0].drafter,
-            "tokens": [{**detail, "verdict": verdict} for detail, (_, verdict) in verdicts],
+            "tokens": tokens,
             "drafted": len(round.drafted),
             "accepted": min(round.accepted, len(round.emitted)),
             "emitted": len(round.emitted),
