@@ -49,8 +49,8 @@ class Output:
                 seconds = write_all(tasks)
         finally:
             for task in others:
-                if task.loop is None or (task.error and not task.sample.rounds):
-                    continue  # it had not begun, or failed before anything was written
+                if not task.sample.rounds:
+                    continue  # an error came before anything of it was written
                 with self.shown(task.sample, pause=0) as show:
                     for round, at in task.sample.timeline:
                         show(round, at)

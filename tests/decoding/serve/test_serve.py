@@ -374,7 +374,9 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     served: Served, gate: threading.Event, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = MAX_WAITING + 4
-    order = recorded(monkeypatch, served.worker.scheduler, "submit", lambda task: len(task.text))
+    order = recorded(
+        monkeypatch, served.worker.scheduler, "submit", lambda entry: len(entry.task.text)
+    )
     with ThreadPoolExecutor(most) as pool:
         asking = []
         for length in range(1, most + 1):
@@ -428,7 +430,7 @@ def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Serve
     _, job = served.worker.jobs
     connection.close()
     until(lambda: len(served.worker.jobs) == len(served.worker.scheduler.active) == 1)
-    assert job.is_abandoned and job.task.ended and other.recv(10)
+    assert job.is_abandoned and job.entry.ended and other.recv(10)
     other.close()
     until(lambda: served.idle)
 
