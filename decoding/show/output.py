@@ -50,7 +50,7 @@ class Output:
         finally:
             for task in others:
                 if not task.sample.rounds:
-                    continue  # an error came before anything of it was written
+                    continue  # Ctrl-C or an error came before anything of it was written
                 with self.shown(task.sample, pause=0) as show:
                     for round, at in task.sample.timeline:
                         show(round, at)
