@@ -13,14 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from decoding.run.chooser import Setting
-from decoding.run.options import (
-    OF_THE_MODEL,
-    Request,
-    TextOptions,
-    merge_options,
-    read_grammar_files,
-)
+from decoding.run.options import OF_THE_MODEL, merge_options
 from decoding.run.prompt import check_prompt, checked_prompt, conversation
+from decoding.run.request import Request, TextOptions, read_grammar_files
 from decoding.run.together import MOST_TOGETHER, Scheduler
 from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
 from decoding.text import Text, TokenBytes

@@ -27,14 +27,10 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
-from decoding.run.chooser import DRAFTERS
-from decoding.run.options import (
-    Request,
-    TextOptions,
-    merge_options,
-    read_grammar_files,
-)
+from decoding.run.draft_options import KINDS
+from decoding.run.options import merge_options
 from decoding.run.prompt import Spans, check_prompt, conversation, too_long
+from decoding.run.request import Request, TextOptions, read_grammar_files
 from decoding.sampling import SamplingParams
 from model import InputError
 from weights.tokenizer import Tokenizer
@@ -289,7 +285,7 @@ class RequestReader:
         # is not counted for the copies of their two plans.
         has_plan = (command_line.folder / "plan.json").exists()
         absent = {"auto", "model"} if has_plan else {"auto", "model", "skip"}
-        self.drafts = [kind for kind in DRAFTERS if kind not in absent - {self.options.draft}]
+        self.drafts = [kind for kind in KINDS if kind not in absent - {self.options.draft}]
 
     def read(self, kind: type[TextBody], data: bytes) -> ParsedRequest:
         """The request with this body. Raises the errors that ``refusal`` takes."""

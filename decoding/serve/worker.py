@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from decoding.rounds import Round
-from decoding.run.chooser import DraftOptions
-from decoding.run.options import Request
+from decoding.run.draft_options import DraftOptions
+from decoding.run.request import Request
 from decoding.run.session import Session, TextStream
 from decoding.run.together import Entry, Scheduler
 from decoding.run.writer import Task

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import generate
-from decoding.run import options
+from decoding.run import request
 from decoding.run.chooser import Drafting
 from decoding.run.options import make_parser
 from decoding.serve import app, worker
@@ -623,7 +623,7 @@ def test_the_context_is_8192_tokens_unless_asked_for_and_a_longer_prompt_is_told
     chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model with a longer one: a step on a GPU attends over the whole cache."""
-    monkeypatch.setattr(options, "CONTEXT", 100)
+    monkeypatch.setattr(request, "CONTEXT", 100)
     assert context(chat_model) == 100 and context(chat_model, "--context", "150") == 150
     assert context(chat_model, "--context", str(10 * CONTEXT)) == CONTEXT
     with serving("--model", str(chat_model), "--context", "20") as running:
