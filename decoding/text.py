@@ -57,14 +57,13 @@ class Rules:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InputError(f"max-new-tokens must be at least 1, found {self.max_new_tokens}")
-        if any(
-            isinstance(strings, str) or "" in strings
-            for strings in (self.stop_strings, self.banned)
-        ):
-            raise InputError(
-                "give stop strings and banned words as lists of strings of at least one character"
-                " each"
-            )
+        for option, strings in (("stop", self.stop_strings), ("ban", self.banned)):
+            if isinstance(strings, str) or "" in strings:
+                raise InputError(
+                    "give stop strings and banned words as lists of strings of at least one"
+                    " character each",
+                    option,
+                )
 
 
 class Patterns:

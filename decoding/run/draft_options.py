@@ -69,20 +69,25 @@ class DraftOptions:
         file, _, name = self.kind.rpartition(":")
         if self.kind not in KINDS and not (file and name):
             raise InputError(
-                f"no draft is called {self.kind!r:.80}: give {', '.join(KINDS)} or FILE.py:Class"
+                f"no draft is called {self.kind!r:.80}: give {', '.join(KINDS)} or FILE.py:Class",
+                "draft",
             )
         kind = self.kind if self.kind in KINDS else "class"
         for option, kinds in USEFUL_WITH.items():
             if getattr(self, option) is not None and kind not in kinds:
                 raise InputError(
                     f"--{option.replace('_', '-')} has no effect with --draft {self.kind}:"
-                    f" give --draft {kinds[0]}"
+                    f" give --draft {kinds[0]}",
+                    option,
                 )
         if self.gamma is not None and self.gamma < 0:
-            raise InputError(f"--gamma must be at least 0, found {self.gamma}")
+            raise InputError(f"--gamma must be at least 0, found {self.gamma}", "gamma")
         gate = self.min_target_confidence
         if gate is not None and not 0 <= gate <= 1:
-            raise InputError(f"--min-target-confidence must be from 0 to 1, found {gate}")
+            raise InputError(
+                f"--min-target-confidence must be from 0 to 1, found {gate}",
+                "min_target_confidence",
+            )
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 

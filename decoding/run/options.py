@@ -269,7 +269,7 @@ def check_option(name: str, value: Any) -> None:
     """
     if name not in OF_A_CALL:
         raise InputError(f"there is no option {name}: see python generate.py --help")
-    with explaining(f"{name} is too large", (ValueError, RecursionError)):
+    with explaining(f"{name} is too large", (ValueError, RecursionError), name):
         shown = f"{value!r:.80}"
     settings = OF_A_CALL[name]
     default = settings.get("default")
@@ -288,7 +288,7 @@ def check_option(name: str, value: Any) -> None:
     is_schema = name == "json_schema" and isinstance(value, dict)
     is_default = value is None and default is None
     if not (fits or is_schema or is_default):
-        raise InputError(f"{name} must be {wanted}, found {shown}")
+        raise InputError(f"{name} must be {wanted}, found {shown}", name)
     if isinstance(value, str | list):
-        with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
+        with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,), name):
             "".join(value).encode()

@@ -78,6 +78,7 @@ def test_any_fields_are_a_request_or_a_refusal(
     except (InputError, ValidationError, HTTPException) as error:
         status, told = refusal(error)
         assert status in (400, 404) and "\n" not in told["error"]["message"]
+        assert told["error"]["param"] in {None, *body, "prompt", "messages"}
         return
     draft = asked.draft
     assert 0 < len(ids) < 64 and asked.rules.max_new_tokens >= 1

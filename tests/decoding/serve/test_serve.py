@@ -164,8 +164,8 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "temperature",
         "at least 0",
     ),
-    "an empty stop": (texts(stop=["a", ""]), 400, None, "give stop strings and banned words as"),
-    "an empty ban": (texts(ban=[""]), 400, None, "give stop strings and banned words as lists"),
+    "an empty stop": (texts(stop=["a", ""]), 400, "stop", "give stop strings and banned words as"),
+    "an empty ban": (texts(ban=[""]), 400, "ban", "give stop strings and banned words as lists"),
     "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "draft must be one of none, "),
     "a draft model": (texts(draft="model"), 400, "draft", "found 'model'"),
     "costs to be measured": (
