@@ -56,10 +56,12 @@ class Round:
 
     def forced_kept(self) -> list[bool]:
         """Of each of ``verdicts``' tokens, whether it is in the text and was forced."""
-        at = [*range(len(self.drafted)), self.accepted]
+        verdicts = self.verdicts()
+        # the last is the place of the target's own token, if that came into the text
+        places = [*range(len(self.drafted)), self.accepted][: len(verdicts)]
         return [
             verdict in ("accepted", "own") and any(self.forced[place : place + 1])
-            for place, (_, verdict) in zip(at, self.verdicts(), strict=False)
+            for place, (_, verdict) in zip(places, verdicts, strict=True)
         ]
 
 
@@ -103,5 +105,4 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:  # mostly so, and fast
         return shorter
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), shorter)
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)

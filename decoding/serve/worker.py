@@ -220,8 +220,7 @@ def live(job: Job, session: Session) -> Iterator[Entry]:
     body, ids, answers, options = job.request
     drafts = [options.draft, DraftOptions("none")] if body.beside else [options.draft]
     tasks = [session.task(ids, options._replace(draft=draft), answers=answers) for draft in drafts]
-    first = tasks[0].drafting
-    facts = heading("", session.request.name, first, options.params, options.coupling)
+    facts = heading("", session.request.name, tasks[0])
     job.send({"kind": "begin", "columns": [task.drafting.name for task in tasks], **facts})
     for number, task in enumerate(tasks):
         yield shown_in_column(job, session, task, number)

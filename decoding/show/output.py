@@ -112,10 +112,7 @@ class Output:
                 print(json.dumps(text | statistics, ensure_ascii=False))
         samples = [each.sample for each in self.recordings if each.sample["rounds"]]
         if samples:
-            first = self.tasks[0]
-            facts = heading(
-                request.prompt, request.name, first.drafting, first.params, first.coupling
-            )
+            facts = heading(request.prompt, request.name, self.tasks[0])
             write_text(request.options.html, render_page(facts, samples))
             say(f"the run round by round: {request.options.html}")
 
@@ -124,11 +121,8 @@ class Output:
         it cannot be written.
         """
         request = self.request
-        drafted = self.tasks[0].sample
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
-        picture = render_picture(
-            title, plain.timeline, drafted.timeline, drafted.draft, self.session.labels
-        )
+        picture = render_picture(title, plain, self.tasks[0].sample, self.session.labels)
         write_text(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
 
