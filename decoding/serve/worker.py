@@ -15,9 +15,10 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from decoding.rounds import Round
+from decoding.run.characters import TextStream
 from decoding.run.draft_options import DraftOptions
 from decoding.run.request import Request
-from decoding.run.session import Session, TextStream
+from decoding.run.session import Session
 from decoding.run.together import Entry, Scheduler
 from decoding.run.writer import Task
 from decoding.serve.requests import MAX_GAMMA, ChatBody, ParsedRequest, RequestReader

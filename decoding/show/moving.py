@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from decoding.rounds import Round
-from decoding.run.session import Labels, visible
+from decoding.run.characters import Labels, visible
 from decoding.run.writer import Sample
 
 TEMPLATE = Path(__file__).with_name("moving.svg")

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from cli.command_line import say
 from cli.files import write_text
-from decoding.run.session import Session, TextStream, visible
+from decoding.run.characters import TextStream, visible
+from decoding.run.session import Session
 from decoding.run.writer import Reader, Sample, Task
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page

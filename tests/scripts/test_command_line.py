@@ -16,7 +16,7 @@ import torch
 
 import generate
 from cli import device
-from decoding.run.session import TextStream
+from decoding.run.characters import TextStream
 from tests.commands import Run
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights.load import model_fingerprint

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from decoding.rounds import Round
-from decoding.run.session import Labels, visible
+from decoding.run.characters import Labels, visible
 from decoding.run.writer import Sample
 from decoding.show.moving import MOST_TOKENS, PAUSE, render_picture
 from tests.commands import Run
