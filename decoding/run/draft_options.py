@@ -89,7 +89,7 @@ class DraftOptions:
                 "min_target_confidence",
             )
         if self.kind == "model" and self.draft_model is None:
-            raise InputError("--draft model needs --draft-model DIR")
+            raise InputError("--draft model needs --draft-model DIR", "draft_model")
 
 
 def plan_for(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
