@@ -60,9 +60,7 @@ def speculate(
         allowed = text.allowed(draft.tokens)
         probs = distribution(logits, context, params, allowed)
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
-        verdict = read_verdict(draft, accepted, token, logits, probs, policy)
-        if not verdict.kept:
-            raise InputError(NON_FINITE) if verdict.nonfinite else text.dead_end()
+        verdict = read_verdict(text, draft, accepted, token, logits, probs, policy)
         emitted, retracted = text.extend(verdict.kept)
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
@@ -85,27 +83,31 @@ def speculate(
 class Verdict(NamedTuple):
     """Result of a verification, copied to the host.
 
-    ``kept`` are the accepted tokens and the one after them, if any can follow: the constraints may
-    allow none, or its logits be ``nonfinite``, the largest of them NaN or infinite. ``confidence``:
-    the raw softmax probability of the token after them; None unless the policy reads it.
+    ``kept`` are the accepted tokens and the one after them, if any can follow. ``confidence``: the
+    raw softmax probability of that one; None unless the policy reads it.
     """
 
     drafted: list[int]
     accepted: int
     kept: list[int]
-    nonfinite: bool
     confidence: float | None
 
 
 def read_verdict(
-    draft: Draft, accepted: Tensor, token: Tensor, logits: Tensor, probs: Tensor, policy: Policy
+    text: Text,
+    draft: Draft,
+    accepted: Tensor,
+    token: Tensor,
+    logits: Tensor,
+    probs: Tensor,
+    policy: Policy,
 ) -> Verdict:
     """Result of a verification, copied from the device in one synchronisation per round.
 
     A token of probability 0 is drawn only from a row of zeros: where no token is allowed, or where
-    the logits are non-finite. A second synchronisation then tells which. Only the row that the
-    token came from is checked: the rows before it gave accepted tokens, and those after it belong
-    to no text.
+    the largest logit is NaN or infinite. Raises InputError if this is the row after the text, and a
+    second synchronisation tells which. Behind accepted tokens, the next round comes to that row;
+    those after a rejected token belong to no text.
     """
     p = probs.take(accepted * probs.shape[1] + token)
     # as one tensor at least float32, exact for ids below 2²⁴
@@ -116,10 +118,7 @@ def read_verdict(
     read = torch.cat(facts).tolist()
     *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
     probability, *confidence = read[len(draft.tokens) + 2 :]
-    return Verdict(
-        drafted,
-        count,
-        drafted[:count] + ([number] if probability else []),
-        nonfinite=not probability and not logits[count].amax().isfinite(),
-        confidence=confidence[0] if confidence else None,
-    )
+    kept = drafted[:count] + ([number] if probability else [])
+    if not kept:
+        raise text.dead_end() if logits[0].amax().isfinite() else InputError(NON_FINITE)
+    return Verdict(drafted, count, kept, confidence[0] if confidence else None)
