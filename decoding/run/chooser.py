@@ -81,17 +81,9 @@ class Setting:
 
     def made_for(self, options: DraftOptions) -> Drafting:
         """The drafting of these options without those of the policy, made at their first use."""
-        # Without a length a plan may say that no draft pays; with --gamma 0 there is no draft.
-        gamma = options.gamma if options.kind == "skip" or options.gamma == 0 else None
-        made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
+        made_of = options.without_policy
         if made_of not in self.made:
-            fast = self.model.fast_bits
-            if options.bits and fast and options.bits not in fast:
-                kernels = " and ".join(map(str, fast))
-                raise InputError(
-                    f"--bits {options.bits}: this device has kernels for {kernels} bits only"
-                )
-            make = no_draft if gamma == 0 else DRAFTERS.get(options.kind, class_of_user)
+            make = no_draft if options.gamma == 0 else DRAFTERS.get(options.kind, class_of_user)
             drafting = make(made_of, self)
             # Of auto on a CPU, the rest while a text is written: see ``BestOf``.
             at_once = options.kind != "auto" or self.model.device.type != "cpu"
@@ -128,6 +120,10 @@ def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
     no draft pays.
     """
     model = setting.model
+    fast = model.fast_bits
+    if options.bits and fast and options.bits not in fast:
+        kernels = " and ".join(map(str, fast))
+        raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
     chosen = plan_for(options, setting.folder, model.num_layers)
     if chosen is None:
         raise InputError(

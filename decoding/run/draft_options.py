@@ -6,6 +6,8 @@ on the options and the model's config only, so that memory can be estimated befo
 read.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +92,16 @@ class DraftOptions:
             )
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR", "draft_model")
+
+    @property
+    def without_policy(self) -> DraftOptions:
+        """These options without those of the policy: those that a drafter is made by.
+
+        A length stays where it decides whether there is a drafter: --gamma 0, and any beside a
+        plan file, which may say that no draft pays.
+        """
+        gamma = self.gamma if self.gamma == 0 or self.kind == "skip" else None
+        return replace(self, gamma=gamma, adaptive=None, min_target_confidence=None)
 
 
 def plan_for(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
