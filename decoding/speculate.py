@@ -104,10 +104,10 @@ def read_verdict(
 ) -> Verdict:
     """Result of a verification, copied from the device in one synchronisation per round.
 
-    A token of probability 0 is drawn only from a row of zeros: where no token is allowed, or where
-    the largest logit is NaN or infinite. Raises InputError if this is the row after the text, and a
-    second synchronisation tells which. Behind accepted tokens, the next round comes to that row;
-    those after a rejected token belong to no text.
+    Nothing can follow a row of zeros: no token is allowed there, or the largest logit is NaN or
+    infinite. Only behind a token of probability 0 are there more synchronisations, which tell that
+    and why. Raises InputError if this is the row after the text. Behind accepted tokens, the next
+    round comes to it; the rows after a rejected token belong to no text.
     """
     p = probs.take(accepted * probs.shape[1] + token)
     # as one tensor at least float32, exact for ids below 2²⁴
@@ -118,7 +118,9 @@ def read_verdict(
     read = torch.cat(facts).tolist()
     *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
     probability, *confidence = read[len(draft.tokens) + 2 :]
-    kept = drafted[:count] + ([number] if probability else [])
-    if not kept:
+    kept = drafted[:count]
+    if probability or probs[count].any():
+        kept.append(number)
+    elif not kept:
         raise text.dead_end() if logits[0].amax().isfinite() else InputError(NON_FINITE)
     return Verdict(drafted, count, kept, confidence[0] if confidence else None)
