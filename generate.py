@@ -12,7 +12,8 @@ import sys
 from cli.command_line import run_command
 from cli.files import explaining
 from decoding.run.compare import comparison
-from decoding.run.options import Request, make_parser, merge_options
+from decoding.run.options import make_parser, merge_options
+from decoding.run.request import Request
 from decoding.run.session import Session
 from decoding.run.together import Scheduler
 from decoding.run.writer import Sample

@@ -14,7 +14,8 @@ import torch
 from cli.command_line import say
 from cli.files import explaining
 from decoding.rounds import Round
-from decoding.run.chooser import DraftOptions, Setting
+from decoding.run.chooser import Setting
+from decoding.run.draft_options import DraftOptions
 from decoding.run.writer import GAMMA, Drafting, Writer
 from decoding.text import Rules
 from decoding.verify import Coupling

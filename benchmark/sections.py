@@ -31,8 +31,8 @@ from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
+from decoding.run.request import vocabulary
 from decoding.run.together import Scheduler
 from decoding.run.writer import Drafting, Sample, Task, Writer, plain
 from decoding.text import Rules, Text

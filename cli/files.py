@@ -12,7 +12,9 @@ from model.errors import InputError
 
 
 @contextmanager
-def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+def explaining(
+    trouble: str, errors: tuple[type[Exception], ...] = (OSError,), field: str | None = None
+) -> Iterator[None]:
     """Context that turns ``errors`` into an InputError: ``trouble``, then the error's message."""
     try:
         yield
@@ -20,7 +22,7 @@ def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -
         raise
     except errors as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        raise InputError(f"{trouble}: {one_line(reason or error)}") from None
+        raise InputError(f"{trouble}: {one_line(reason or error)}", field) from None
 
 
 def one_line(error: object) -> str:

@@ -91,8 +91,8 @@ class Grammar:
     def __post_init__(self) -> None:
         constraint = self(0)
         first = constraint([])  # some that nothing satisfies show it only here
-        if constraint.trouble:
-            raise InputError(constraint.trouble)
+        if trouble := constraint.trouble_after([]):
+            raise InputError(trouble)
         first[list(self.vocabulary.eos_ids)] = False
         if not first.any():
             raise InputError(f"{self.option}: only the empty text satisfies it")
@@ -156,16 +156,19 @@ class GrammarConstraint:
         self.consumed: tuple[int, ...] = ()
         # by a weak reference, so that the masks are freed with their text
         compute = partial(GrammarConstraint._compute, weakref.proxy(self))
-        self.mask_after = lru_cache(KEPT_MASKS)(compute)
+        self.found_after = lru_cache(KEPT_MASKS)(compute)
         self.seconds = 0.0
-        self.trouble: str | None = None  # the reason why the last mask allows nothing
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Mask, bool ``[vocab]``, of the tokens that may follow: none where the library fails.
 
         Raises InputError where the masks of the text have taken too long.
         """
-        return self.mask_after(tuple(tokens[self.prompt_length :]))
+        return self.found_after(tuple(tokens[self.prompt_length :]))[0]
+
+    def trouble_after(self, tokens: Sequence[int]) -> str | None:
+        """The library's reason why no token may follow; None where it has not failed."""
+        return self.found_after(tuple(tokens[self.prompt_length :]))[1]
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
         """Tokens that the tokenizer gives to the bytes which the grammar forces next."""
@@ -176,17 +179,18 @@ class GrammarConstraint:
         self.seconds += time.thread_time() - began
         return found
 
-    def _compute(self, written: tuple[int, ...]) -> Tensor:
-        """Mask after these tokens, by the matcher."""
+    def _compute(self, written: tuple[int, ...]) -> tuple[Tensor, str | None]:
+        """Mask after these tokens, by the matcher, and the reason of its failure, if it fails."""
         began = time.thread_time()
-        self.trouble = None
+        trouble = None
         for _ in range(2):
             self._move_to(written)
             bits = self.matcher.compute_bitmask()
             if not self.matcher.is_error():
+                trouble = None
                 break
             # A matcher never leaves an error. Other branches may have used up a limit: once more.
-            self.trouble = f"{self.grammar.option}: {reason(self.matcher)}"
+            trouble = f"{self.grammar.option}: {reason(self.matcher)}"
             self.matcher = self.grammar.pristine.deep_copy()
             self.consumed = ()
         else:
@@ -198,7 +202,8 @@ class GrammarConstraint:
                 " simplify it"
             )
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
-        return torch.from_numpy(allowed[: len(self.grammar.vocabulary.tokens)]).view(torch.bool)
+        mask = torch.from_numpy(allowed[: len(self.grammar.vocabulary.tokens)]).view(torch.bool)
+        return mask, trouble
 
     def _move_to(self, written: tuple[int, ...]) -> None:
         """Let the matcher have consumed these tokens, from the common prefix on."""

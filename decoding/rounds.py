@@ -12,7 +12,8 @@ class Round:
     ``drafted``   the draft's tokens
     ``accepted``  the number of them that the target accepted
     ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token
-                  after them, up to the first that ended the text or completed a banned word
+                  after them, if any can follow, up to the first that ended the text or completed a
+                  banned word
     ``retracted`` the tokens then removed from the end of the text, because of a banned word
     ``finish``    the reason why the text ended with this round: "eos", "stop" or "length"; None
                   while it continues
@@ -55,10 +56,12 @@ class Round:
 
     def forced_kept(self) -> list[bool]:
         """Of each of ``verdicts``' tokens, whether it is in the text and was forced."""
-        at = [*range(len(self.drafted)), self.accepted]
+        verdicts = self.verdicts()
+        # the last is the place of the target's own token, if that came into the text
+        places = [*range(len(self.drafted)), self.accepted][: len(verdicts)]
         return [
             verdict in ("accepted", "own") and any(self.forced[place : place + 1])
-            for place, (_, verdict) in zip(at, self.verdicts(), strict=False)
+            for place, (_, verdict) in zip(places, verdicts, strict=True)
         ]
 
 
@@ -102,5 +105,4 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:  # mostly so, and fast
         return shorter
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), shorter)
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)

@@ -44,7 +44,7 @@ class SamplingParams:
         ):
             if not is_valid:
                 raise InputError(
-                    f"{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}"
+                    f"{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}", name
                 )
 
 

@@ -40,8 +40,9 @@ def speculate(
     Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text
     but the last (``target.prefill``). Rolled back to the prompt, it can be used for another sample.
     ``verify`` is the rule that goes with the randomness (``decoding.verify.COUPLINGS``). Raises
-    InputError where the constraints allow no token at the end of the text, where the target's
-    logits are non-finite, and for a drafter that breaks its contract.
+    InputError where no token can follow the text, because the constraints allow none or the
+    target's logits are non-finite, and for a drafter that breaks its contract. A round in which
+    this happens after accepted tokens keeps them: the next one raises the error.
     """
     check_drafter(drafter)
     cache.truncate(len(text) - 1)
@@ -59,10 +60,8 @@ def speculate(
         allowed = text.allowed(draft.tokens)
         probs = distribution(logits, context, params, allowed)
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
-        verdict = read_verdict(draft, accepted, token, logits, probs, policy)
-        if verdict.nonfinite:
-            raise InputError(NON_FINITE)
-        emitted, retracted = text.extend([*verdict.drafted[: verdict.accepted], verdict.token])
+        verdict = read_verdict(text, draft, accepted, token, logits, probs, policy)
+        emitted, retracted = text.extend(verdict.kept)
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
         round = Round(
@@ -84,27 +83,31 @@ def speculate(
 class Verdict(NamedTuple):
     """Result of a verification, copied to the host.
 
-    ``token`` follows the accepted ones; it is None where the constraints allow none. ``nonfinite``:
-    the largest of its logits is NaN or infinite. ``confidence``: its raw softmax probability; None
-    unless the policy reads it.
+    ``kept`` are the accepted tokens and the one after them, if any can follow. ``confidence``: the
+    raw softmax probability of that one; None unless the policy reads it.
     """
 
     drafted: list[int]
     accepted: int
-    token: int | None
-    nonfinite: bool
+    kept: list[int]
     confidence: float | None
 
 
 def read_verdict(
-    draft: Draft, accepted: Tensor, token: Tensor, logits: Tensor, probs: Tensor, policy: Policy
+    text: Text,
+    draft: Draft,
+    accepted: Tensor,
+    token: Tensor,
+    logits: Tensor,
+    probs: Tensor,
+    policy: Policy,
 ) -> Verdict:
     """Result of a verification, copied from the device in one synchronisation per round.
 
-    A token of probability 0 is drawn only from a row of zeros: where no token is allowed, or where
-    the logits are non-finite. A second synchronisation then tells which. Only the row that the
-    token came from is checked: the rows before it gave accepted tokens, and those after it belong
-    to no text.
+    Nothing can follow a row of zeros: no token is allowed there, or the largest logit is NaN or
+    infinite. Only behind a token of probability 0 are there more synchronisations, which tell that
+    and why. Raises InputError if this is the row after the text. Behind accepted tokens, the next
+    round comes to it; the rows after a rejected token belong to no text.
     """
     p = probs.take(accepted * probs.shape[1] + token)
     # as one tensor at least float32, exact for ids below 2²⁴
@@ -115,10 +118,9 @@ def read_verdict(
     read = torch.cat(facts).tolist()
     *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
     probability, *confidence = read[len(draft.tokens) + 2 :]
-    return Verdict(
-        drafted,
-        count,
-        number if probability else None,
-        nonfinite=not probability and not logits[count].amax().isfinite(),
-        confidence=confidence[0] if confidence else None,
-    )
+    kept = drafted[:count]
+    if probability or probs[count].any():
+        kept.append(number)
+    elif not kept:
+        raise text.dead_end() if logits[0].amax().isfinite() else InputError(NON_FINITE)
+    return Verdict(drafted, count, kept, confidence[0] if confidence else None)

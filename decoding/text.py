@@ -57,14 +57,13 @@ class Rules:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InputError(f"max-new-tokens must be at least 1, found {self.max_new_tokens}")
-        if any(
-            isinstance(strings, str) or "" in strings
-            for strings in (self.stop_strings, self.banned)
-        ):
-            raise InputError(
-                "give stop strings and banned words as lists of strings of at least one character"
-                " each"
-            )
+        for option, strings in (("stop", self.stop_strings), ("ban", self.banned)):
+            if isinstance(strings, str) or "" in strings:
+                raise InputError(
+                    "give stop strings and banned words as lists of strings of at least one"
+                    " character each",
+                    option,
+                )
 
 
 class Patterns:
@@ -267,20 +266,15 @@ class Text:
             run.append(token)
         return run
 
-    def extend(self, tokens: Sequence[int | None]) -> tuple[list[int], list[int]]:
+    def extend(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
         """Append tokens in order, up to the first that ends the text or completes a banned word.
 
         Returns the tokens appended, and those then removed from the end because of the banned word.
-        A ban is checked before a stop at the same token. Raises DeadEnd for a token None: the
-        constraints allow none.
+        A ban is checked before a stop at the same token.
         """
         emitted: list[int] = []
         retracted: list[int] = []
         for token in tokens:
-            if token is None:
-                trouble = self.grammar and self.grammar.trouble
-                where = f"the constraints allow no token at position {len(self)} of the text"
-                raise DeadEnd(f"{where}: {trouble or 'loosen the constraints or the banned words'}")
             self._append(token)
             emitted.append(token)
             retracted = self._retract()
@@ -290,6 +284,12 @@ class Text:
             if self.finish:
                 break
         return emitted, retracted
+
+    def dead_end(self) -> DeadEnd:
+        """The error of this text, where its constraints allow no token after it."""
+        trouble = self.grammar and self.grammar.trouble_after(self.tokens)
+        where = f"the constraints allow no token at position {len(self)} of the text"
+        return DeadEnd(f"{where}: {trouble or 'loosen the constraints or the banned words'}")
 
     def _append(self, token: int) -> None:
         self.tokens.append(token)

@@ -98,7 +98,7 @@ class Coupling:
         Raises InputError for a seed outside 64 bits.
         """
         if seed is not None and not 0 <= seed < 2**64:
-            raise InputError(f"--seed must be from 0 to 2^64 - 1, found {seed}")
+            raise InputError(f"--seed must be from 0 to 2^64 - 1, found {seed}", "seed")
         return Coupling(name or "race", secrets.randbelow(2**32) if seed is None else seed)
 
     def __str__(self) -> str:

@@ -11,8 +11,13 @@ class InputError(ValueError):
 
     The message is one sentence that names the thing and the remedy. Command lines print it without
     a traceback, and exit with status 2. Quoted input may hold line breaks or terminal codes: these
-    are shown as spaces.
+    are shown as spaces. ``field`` is the name of the option at fault, as in a call of Python, where
+    the check knows it.
     """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
     def __str__(self) -> str:
         return "".join(

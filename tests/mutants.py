@@ -504,10 +504,10 @@ MUTANTS = [
         "a grammar's masks are kept by position only",
         GrammarConstraint,
         "__call__",
-        "return self.mask_after(tuple(tokens[self.prompt_length :]))",
+        "return self.found_after(tuple(tokens[self.prompt_length :]))[0]",
         "place = len(tokens)\n"
         "    if place not in (kept := self.__dict__.setdefault('kept', {})):\n"
-        "        kept[place] = self.mask_after(tuple(tokens[self.prompt_length :]))\n"
+        "        kept[place] = self.found_after(tuple(tokens[self.prompt_length :]))[0]\n"
         "    return kept[place]",
         under("a choice that decides the rest"),
     ),

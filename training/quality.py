@@ -23,7 +23,8 @@ from rich.console import Console
 from cli.command_line import run_command
 from cli.options import TEMPERATURE, Groups, parser_of, within
 from cli.table import Row, table
-from decoding.run.options import Request, make_parser
+from decoding.run.options import make_parser
+from decoding.run.request import Request
 from decoding.run.session import Session
 from model import Decoder, InputError
 from training.corpus.stories import repetition, story_request

@@ -150,6 +150,7 @@ def check_fits(
         "low-bit copies": memory.low_bit_copies,
         f"KV cache at {memory.positions} tokens": memory.cache,
         "workspace": memory.workspace + memory.buffers,
+        "total": memory.total,
         "low-bit copies (at most, if they fit)": optional_copies,
         "free": free,
     }

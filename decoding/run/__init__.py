@@ -1,16 +1,22 @@
 """Parts around the loop that serve a request: choice of a draft, writing, comparing.
 
-The way of a request, from the command line to the loop:
+The way of a text from the command line to the loop. Each value is made of the one above it:
 
-    options.OPTIONS   the table of all options; argparse makes a Namespace of a command line,
-                      merge_options of the arguments of a call or the fields of a request
-    options.Request   a command line, checked before any weight is read: model, prompt, memory
-    TextOptions       the options of one text in their types; files are read, no Namespace goes on
-    session.Session   the loaded model, which makes a task of each text
-    chooser.Setting   makes the task's Drafting, a drafter with its policy
-    writer.Task       a text after its prompt, its drafting, its readers; its Sample is the result
-    writer.Writer     one KV cache: it reads a prompt (begin) and writes tasks by the loop (rounds)
+    value        made by               holds
+    Namespace    options.make_parser   options as given; ``merge_options`` puts those of a call of
+                                       Python, or of a request to the server, in their place
+    Request      request.Request       the model's folder, prompt and memory, checked before any
+                                       weight is read
+    Session      session.Session       the loaded model, and all that its texts share
+    TextOptions  Session.asked         the options of one text in their types, files read; its
+                                       ``DraftOptions`` are a part of them
+    Drafting     Setting.drafting      how the text is drafted: a drafter, made once for all texts
+                                       (``made_for``), under a policy of its own (``policy_for``)
+    Task         Session.task          the text after its prompt, its drafting, its readers
+    Round ...    Writer.rounds         the loop itself, ``speculate``, on a KV cache that has read
+                                       the prompt (``Writer.begin``)
 
-A ``together.Scheduler`` runs several writers side by side, whose texts share the model's steps.
-With ``ranks``, all of this runs on each of several processes.
+A ``together.Scheduler`` runs several writers side by side, whose texts share the model's steps; it
+keeps the state of each text in an ``Entry``. With ``ranks``, all of this runs on each of several
+processes.
 """

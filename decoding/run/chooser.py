@@ -1,19 +1,15 @@
 """Choice of a draft: from ``DraftOptions`` to a ``Drafting``, a drafter with its policy.
 
-It has three steps. ``--draft lowbit`` may serve as an example.
+``Setting.drafting`` has two steps. ``--draft lowbit`` may serve as an example.
 
-1. ``plan_for``: the layer plan under which the target drafts for itself. Here all layers run in
-   four bits. It depends on the options and the model's config only, so that memory can be estimated
-   before any weight is read.
-2. ``Setting.drafting``: the drafting of this kind, made by its function in ``DRAFTERS``, here
-   ``self_draft``. Its ``Preparation`` reads the low-bit copies, or makes them. It is made once for
-   all texts.
-3. ``with_policy``: the same drafting under the policy of ``--gamma``, ``--adaptive`` and
-   ``--min-target-confidence``, which each text may have of its own. Here, without these options, it
-   stays the policy that came with the plan: five tokens per draft.
+1. ``Setting.made_for``: the drafting of this kind, made by its function in ``DRAFTERS``, here
+   ``self_draft``, under the plan that ``plan_for`` finds. Its ``Preparation`` reads the low-bit
+   copies, or makes them. It is made once for all texts.
+2. ``policy_for``: the policy of ``--gamma``, ``--adaptive`` and ``--min-target-confidence``, which
+   each text may have of its own.
 
-A new kind is a function that makes a ``Drafting``, and a line in ``DRAFTERS``; ``FILE.py:Class``
-names a class in a file of the user.
+A new kind is a function that makes a ``Drafting``, a line in ``DRAFTERS`` and one in ``KINDS``;
+``FILE.py:Class`` names a class in a file of the user.
 """
 
 import math
@@ -22,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -32,9 +28,9 @@ from cli.command_line import say
 from cli.files import one_line
 from decoding.break_even import KNOWN, BreakEven
 from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.run.calibration import kept_of, low_bit_steps
-from decoding.run.plan_file import GAMMA, DraftPlan, read_plan
+from decoding.run.draft_options import DraftOptions, plan_for, plans_for_auto, policy_for
+from decoding.run.plan_file import DraftPlan
 from decoding.run.writer import Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
 from model import FULL, Decoder, InputError, KVCache, LayerPlan
@@ -44,102 +40,13 @@ from weights.load import load_model, model_folder, pick_dtype, read_config
 from weights.memory import bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
 
-BITS = 4  # of a low-bit draft by default
-GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
-PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
-# and of tokens that are known without a model; "forced 0": of the guesses after forced ones
+# Acceptance of tokens that are known without a model before any is observed; "forced 0": of the
+# guesses after forced ones.
 KNOWN_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5, "forced 0": 0.9}
 LONGEST_OF_AUTO = 7  # tokens per draft: a ninth row is beyond a tile and may cost much more
-LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
-START_GREEDY = 0.8  # its first threshold
-START_SAMPLED = 0.5
 ROUND_OVERHEAD = 20e6  # work beside the weights, per round or draft step, in bytes read meanwhile
 VERIFY_SLOPE = 0.03  # of a plain round, for each drafted token that it verifies, in a large model
 VERIFY_OVERHEAD = 2e6  # and, beside that, in bytes read meanwhile
-# kinds whose draft length the options may set
-LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
-USEFUL_WITH = {  # kinds of draft on which an option has an effect; "class" is one of the user
-    "plan": ("skip", "auto"),
-    "exit_layer": ("exit",),
-    "bits": ("lowbit", "exit", "skip"),
-    "draft_model": ("model",),
-    "gamma": LENGTH_IS_FREE,
-    "adaptive": LENGTH_IS_FREE,
-    "min_target_confidence": (*LENGTH_IS_FREE, "auto"),
-}
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """Options of drafting, as on the command line. None: not given.
-
-    ``kind`` is a name in DRAFTERS or ``FILE.py:Class``; ``plan`` a plan file; ``exit_layer`` the
-    number of layers that an early exit runs; ``bits`` the width of the target's weights when it
-    drafts; ``draft_model`` a folder or a name under ``weights/``; ``gamma`` the longest draft in
-    tokens; ``adaptive`` Draft & Verify's exit; ``min_target_confidence`` the confidence of the
-    target below which nothing is drafted.
-    """
-
-    kind: str = "auto"
-    plan: Path | None = None
-    exit_layer: int | None = None
-    bits: int | None = None
-    draft_model: str | None = None
-    gamma: int | None = None
-    adaptive: bool | None = None
-    min_target_confidence: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raises InputError for a value out of range, and for an option without effect."""
-        file, _, name = self.kind.rpartition(":")
-        if self.kind not in DRAFTERS and not (file and name):
-            raise InputError(
-                f"no draft is called {self.kind!r:.80}: give {', '.join(DRAFTERS)} or FILE.py:Class"
-            )
-        kind = self.kind if self.kind in DRAFTERS else "class"
-        for option, kinds in USEFUL_WITH.items():
-            if getattr(self, option) is not None and kind not in kinds:
-                raise InputError(
-                    f"--{option.replace('_', '-')} has no effect with --draft {self.kind}:"
-                    f" give --draft {kinds[0]}"
-                )
-        if self.gamma is not None and self.gamma < 0:
-            raise InputError(f"--gamma must be at least 0, found {self.gamma}")
-        gate = self.min_target_confidence
-        if gate is not None and not 0 <= gate <= 1:
-            raise InputError(f"--min-target-confidence must be from 0 to 1, found {gate}")
-        if self.kind == "model" and self.draft_model is None:
-            raise InputError("--draft model needs --draft-model DIR")
-
-
-def plan_for(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
-    """The plan under which the target drafts for itself; None where --draft has none.
-
-    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
-    InputError for a plan that cannot be read.
-    """
-    shipped = folder / "plan.json"
-    if options.kind == "exit":
-        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    elif options.kind == "lowbit":
-        plan = LayerPlan.full(layers).in_bits(BITS)
-        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
-    elif options.plan or (options.kind in ("skip", "auto") and shipped.exists()):
-        chosen = read_plan(options.plan or shipped, layers, folder)
-    else:
-        return None
-    return replace(chosen, plan=chosen.plan.in_bits(options.bits)) if options.bits else chosen
-
-
-def plans_for_auto(options: DraftOptions, folder: Path, layers: int) -> dict[str, DraftPlan]:
-    """The plans by name that may pay for self-drafts."""
-    plans = {"low bits": plan_for(DraftOptions("lowbit"), folder, layers)}
-    given = plan_for(options, folder, layers)
-    if given and given.gamma != 0 and given.plan != plans["low bits"].plan:
-        plans["plan"] = given
-    return plans
 
 
 @dataclass
@@ -165,25 +72,24 @@ class Setting:
         return kept_of(self.model, self.folder)
 
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """The drafting that the options ask for. Raises InputError where it is not possible, such
-        as for bits without kernels on this device.
+        """The drafting of a text: the one made for its options, under its own policy.
+
+        Raises InputError where it is not possible, such as for bits without kernels on this device.
         """
-        # Without a length a plan may say that no draft pays.
-        gamma = options.gamma if options.kind == "skip" else None
-        made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
+        made = self.made_for(options)
+        return replace(made, new_policy=policy_for(options, params, made.new_policy, made.chosen))
+
+    def made_for(self, options: DraftOptions) -> Drafting:
+        """The drafting of these options without those of the policy, made at their first use."""
+        made_of = options.without_policy
         if made_of not in self.made:
-            fast = self.model.fast_bits
-            if options.bits and fast and options.bits not in fast:
-                kernels = " and ".join(map(str, fast))
-                raise InputError(
-                    f"--bits {options.bits}: this device has kernels for {kernels} bits only"
-                )
-            drafting = DRAFTERS.get(options.kind, class_of_user)(made_of, self)
+            make = no_draft if options.gamma == 0 else DRAFTERS.get(options.kind, class_of_user)
+            drafting = make(made_of, self)
             # Of auto on a CPU, the rest while a text is written: see ``BestOf``.
             at_once = options.kind != "auto" or self.model.device.type != "cpu"
             drafting.preparation.work(math.inf if at_once else 0)
             self.made[made_of] = drafting
-        return with_policy(self.made[made_of], options, params)
+        return self.made[made_of]
 
 
 def load_setting(
@@ -193,6 +99,12 @@ def load_setting(
     tokenizer = Tokenizer(folder)
     model = accelerate(load_model(folder, pick_dtype(dtype, folder, device), device))
     return Setting(folder, model, tokenizer, params, model.max_positions, coupling)
+
+
+def no_draft(options: DraftOptions, setting: Setting) -> Drafting:
+    """Plain decoding, as --draft none or --gamma 0 ask for it."""
+    name = "plain" if options.gamma is None else "plain: --gamma 0 drafts nothing"
+    return plain(setting.model, name)
 
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:
@@ -208,6 +120,10 @@ def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
     no draft pays.
     """
     model = setting.model
+    fast = model.fast_bits
+    if options.bits and fast and options.bits not in fast:
+        kernels = " and ".join(map(str, fast))
+        raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
     chosen = plan_for(options, setting.folder, model.num_layers)
     if chosen is None:
         raise InputError(
@@ -385,35 +301,10 @@ def first_slopes(model: Decoder, plans: Mapping[str, LayerPlan]) -> dict[str, fl
 
 DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
     "auto": auto,
-    "none": lambda options, setting: plain(setting.model),
+    "none": no_draft,
     "lookup": lookup,
     "skip": self_draft,
     "exit": self_draft,
     "lowbit": self_draft,
     "model": other_model,
 }
-
-
-def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
-    """The same drafting under the policy of --gamma and --adaptive, else its default one, behind
-    the confidence gate if asked.
-
-    A length that is not given is that of the plan, if any; so is the adaptive exit's first
-    threshold. A drafting that is plain by default stays plain, unless --gamma is given.
-    """
-    new_policy = drafting.new_policy
-    if options.gamma is None and new_policy().gamma == 0:
-        return drafting
-    chosen = drafting.chosen
-    gamma = chosen.gamma if options.gamma is None and chosen else options.gamma
-    if options.adaptive:
-        first = START_SAMPLED if params.temperature else START_GREEDY
-        threshold = (chosen and chosen.threshold) or first
-        longest = LONGEST_ADAPTIVE if gamma is None else gamma
-        new_policy = partial(AdaptiveExit, threshold, longest)
-    elif options.gamma is not None or options.adaptive is not None:
-        new_policy = partial(FixedLength, GAMMA if gamma is None else gamma)
-    gate = options.min_target_confidence
-    if gate is None:
-        return replace(drafting, new_policy=new_policy)
-    return replace(drafting, new_policy=lambda: ConfidenceGate(new_policy(), gate))

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from cli.command_line import run_command
 from cli.files import explaining
-from decoding.run.options import Request
 from decoding.run.prompt import read_prompt
+from decoding.run.request import Request
 from decoding.run.session import Session
 from decoding.run.writer import Decisions
 from model import InputError, Shard, exchange, split

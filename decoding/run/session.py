@@ -1,35 +1,27 @@
 """Session: a loaded model that writes texts: one after another, many at once, or a conversation.
 
 ``generate.load`` makes one from the options of the command line. Everything that writes uses it.
-Texts are shown by ``TextStream``, the characters of a growing text that will stay, and by
-``Labels``, the names of its tokens.
 """
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from decoding.run.characters import Labels, TextStream
 from decoding.run.chooser import Setting
-from decoding.run.options import (
-    OF_THE_MODEL,
-    Request,
-    TextOptions,
-    merge_options,
-    read_grammar_files,
-)
+from decoding.run.options import OF_THE_MODEL, merge_options
 from decoding.run.prompt import check_prompt, checked_prompt, conversation
+from decoding.run.request import Request, TextOptions, read_grammar_files
 from decoding.run.together import MOST_TOGETHER, Scheduler
 from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
-from decoding.text import Text, TokenBytes
+from decoding.text import Text
 from model import Decoder, InputError
 from model.fast import accelerate
 from weights.load import load_model
 from weights.memory import check_fits, free_bytes
 
-JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 POSITIONS = 1024  # a cache is made for a multiple of these
 Pieces = Generator[str, None, None]
 
@@ -223,56 +215,3 @@ class Conversation:
         finally:
             if self.sample.rounds:  # nothing is kept of a turn that could not be answered
                 self.messages = [*messages, {"role": "assistant", "content": self.sample.text}]
-
-
-class TextStream:
-    """Stream of a growing text's new characters.
-
-    It holds back unfinished characters, beginnings of a stop string, and tokens that a banned word
-    may take back.
-    """
-
-    def __init__(self, text: Text) -> None:
-        self.text = text
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.shown = text.prompt_bytes
-
-    def pull(self, *, at_end: bool = False) -> str:
-        """The characters that have become certain since the last call.
-
-        ``at_end``, when no more tokens will come, as after Ctrl-C: also those that were held back.
-        """
-        ended = self.text.finish is not None
-        end = len(self.text.data) if at_end and not ended else self.text.certain_end
-        begin = self.shown
-        self.shown = max(begin, end)
-        return self.decoder.decode(bytes(self.text.data[begin:end]), final=at_end or ended)
-
-
-def visible(text: str) -> str:
-    """``text`` in one line, with U+FFFD in place of control, format and surrogate characters."""
-    text = text.replace("\n", "↵").replace("\t", "⇥")
-    return "".join(
-        c if c.isprintable() or c in JOINERS else " " if c.isspace() else "\ufffd" for c in text
-    )
-
-
-class Labels:
-    """Names of single tokens; ``special`` has the ids of those that add no bytes to the text."""
-
-    def __init__(self, token_bytes: TokenBytes, special: Mapping[str, int]) -> None:
-        self.token_bytes = token_bytes
-        self.names = {token: visible(name) for name, token in special.items()}
-
-    def __call__(self, token: int) -> str:
-        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name or
-        number of others.
-        """
-        data = self.token_bytes(token)
-        if not data.strip(b" "):
-            return "␣" * len(data) or self.names.get(token, f"#{token}")
-        return visible(data.decode("utf-8", errors="backslashreplace"))
-
-    def spelled(self, tokens: Sequence[int]) -> bytes:
-        """Bytes of tokens, with the names of those that have none."""
-        return b"".join(self.token_bytes(token) or self(token).encode() for token in tokens)

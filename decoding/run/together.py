@@ -12,6 +12,7 @@ follows from its own text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,28 @@ class Call(NamedTuple):
     start: int
     plan: LayerPlan | None = None
     is_prompt: bool = False
+
+
+@dataclass(eq=False)
+class Entry:
+    """Entry of a scheduler: a task, and the state of its writing.
+
+    ``on_draft`` is called with each draft before its verification. Any thread may set
+    ``cancelled``, which ends the text where it is. ``error`` is the one that ended it, if any.
+    """
+
+    task: Task
+    on_draft: Callable[[list[int]], None] | None = None
+    cancelled: bool = False
+    error: BaseException | None = None
+    loop: greenlet | None = None  # in which the text is written
+    slot: Slot | None = None
+    call: Call | None = None  # of the model, to be computed
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text has been written to its end, or to its error."""
+        return self.loop is not None and self.loop.dead
 
 
 class ModelProxy:
@@ -95,19 +118,21 @@ class Slot(Writer):
 
 
 class Scheduler:
-    """Scheduler of texts written together, up to ``slots`` at a time, in order of arrival."""
+    """Scheduler of texts written together, up to ``slots`` at a time, in order of arrival. What it
+    keeps of each is in an ``Entry``.
+    """
 
     def __init__(self, model: Decoder, capacity: int, slots: int) -> None:
         """``capacity``: positions of each slot's cache, for the longest prompt with its output."""
         self.model = model
-        self.waiting: list[Task] = []
-        self.active: list[Task] = []  # in order of arrival
+        self.waiting: list[Entry] = []
+        self.active: list[Entry] = []  # in order of arrival
         self.reading = 0.0  # seconds that readers took
         self.slots = [Slot(self, capacity) for _ in range(slots)]
 
-    def submit(self, task: Task) -> None:
+    def submit(self, entry: Entry) -> None:
         """Put a text in the queue, from any thread, also while others are written."""
-        self.waiting.append(task)
+        self.waiting.append(entry)
 
     @property
     def has_room(self) -> bool:
@@ -120,9 +145,10 @@ class Scheduler:
         """
         clock = self.slots[0].clock
         began = clock()
-        self.waiting += tasks
+        entries = [Entry(task) for task in tasks]
+        self.waiting += entries
         self.run()
-        for error in [task.error for task in tasks if task.error]:
+        for error in [entry.error for entry in entries if entry.error]:
             raise error
         return clock() - began
 
@@ -141,103 +167,105 @@ class Scheduler:
                 before_step()
         finally:
             self.waiting.clear()
-            for task in [task for task in self.active if not task.ended]:
-                task.loop.throw(GreenletExit)
+            for entry in [entry for entry in self.active if not entry.ended]:
+                entry.loop.throw(GreenletExit)
             self.active.clear()
 
-    def _write(self, task: Task) -> None:
+    def _write(self, entry: Entry) -> None:
         """Write a text, in its greenlet. Its errors end it alone; Ctrl-C and those of a reader that
         prints go on to the scheduler's.
         """
-        self.active.append(task)
+        self.active.append(entry)
         try:
-            task.slot.begin(task.text.tokens, task.answers)
-            task.slot.write_all([task])
+            entry.slot.begin(entry.task.text.tokens, entry.task.answers)
+            entry.slot.write_all([entry.task])
         except OSError:
             raise
         except Exception as error:
-            task.error = error
-            task.slot.prompt = []  # the cache may hold anything
+            entry.error = error
+            entry.slot.prompt = []  # the cache may hold anything
 
-    def _go_on(self, task: Task, result: Tensor | BaseException | None = None) -> None:
+    def _go_on(self, entry: Entry, result: Tensor | BaseException | None = None) -> None:
         """Run a text's loop until its next call, and tell its new draft, if there is one.
 
         ``result`` is that of the last call. An exception is raised in the loop.
         """
-        go_on = task.loop.throw if isinstance(result, BaseException) else task.loop.switch
-        task.call = go_on(result)  # None where the loop has ended
-        if task.ended:
-            self.active.remove(task)
-        elif task.on_draft and self._verifies(task) and task.call.tokens.shape[1] > 1:
-            task.on_draft(task.call.tokens[0, 1:].tolist())
+        go_on = entry.loop.throw if isinstance(result, BaseException) else entry.loop.switch
+        entry.call = go_on(result)  # None where the loop has ended
+        if entry.ended:
+            self.active.remove(entry)
+        elif entry.on_draft and self._verifies(entry) and entry.call.tokens.shape[1] > 1:
+            entry.on_draft(entry.call.tokens[0, 1:].tolist())
 
     def _admit(self) -> bool:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""
-        for task in [task for task in self.active if task.cancelled]:
-            self._go_on(task, GreenletExit())
+        for entry in [entry for entry in self.active if entry.cancelled]:
+            self._go_on(entry, GreenletExit())
         while self.waiting and len(self.active) < len(self.slots):
-            task = self.waiting.pop(0)
-            if task.cancelled:
+            entry = self.waiting.pop(0)
+            if entry.cancelled:
                 continue
             taken = [other.slot for other in self.active]
             free = [slot for slot in self.slots if slot not in taken]
             # A conversation goes on where its cache is.
-            wanted = segments_of(task.text.tokens, task.answers)
-            task.slot = max(free, key=lambda slot: len(slot.kept_segments(wanted)))
-            task.loop = greenlet(lambda _, task=task: self._write(task))
-            self._go_on(task)
+            wanted = segments_of(entry.task.text.tokens, entry.task.answers)
+            entry.slot = max(free, key=lambda slot: len(slot.kept_segments(wanted)))
+            entry.loop = greenlet(lambda _, entry=entry: self._write(entry))
+            self._go_on(entry)
         return bool(self.active)
 
     def _prefill(self) -> None:
         """Copy prompts that other slots hold, and read one chunk of the oldest that is left."""
-        for task in [task for task in self.active if task.call.is_prompt]:
-            if source := self._cache_of_same_prompt(task):
-                task.call.cache.copy_from(source, len(task.text) - 1)
-                self._go_on(task)
+        for entry in [entry for entry in self.active if entry.call.is_prompt]:
+            if source := self._cache_of_same_prompt(entry):
+                entry.call.cache.copy_from(source, len(entry.task.text) - 1)
+                self._go_on(entry)
             else:
-                self._compute([task])
+                self._compute([entry])
                 return
 
-    def _cache_of_same_prompt(self, task: Task) -> KVCache | None:
+    def _cache_of_same_prompt(self, entry: Entry) -> KVCache | None:
         """The cache of another slot that holds the prompt of a text, if there is one and nothing
         has been read yet.
         """
-        call = task.call
-        reads_all = call.cache is task.slot.cache and not call.start and not task.answers
+        call = entry.call
+        prompt = entry.task.text.tokens
+        reads_all = call.cache is entry.slot.cache and not call.start and not entry.task.answers
         # one token has no entries, and its draft may read forced tokens from position 0 on
-        if not (reads_all and len(task.text) > 1 and self.model.batches_calls):
+        if not (reads_all and len(prompt) > 1 and self.model.batches_calls):
             return None
         same = (
             slot.cache
             for slot in self.slots
-            if slot.prompt == task.text.tokens
+            if slot.prompt == prompt
             and len(slot.segments) < 2  # read in one segment, as this prompt would be
-            and slot.cache.length >= len(task.text) - 1
+            and slot.cache.length >= len(prompt) - 1
         )
         return next(same, None)
 
-    def _verifies(self, task: Task) -> bool:
+    def _verifies(self, entry: Entry) -> bool:
         """Whether a text has called the target, to verify its draft."""
-        return task.call.model is self.model and task.call.plan is None and not task.call.is_prompt
+        call = entry.call
+        return call.model is self.model and call.plan is None and not call.is_prompt
 
     def _take_step(self) -> None:
         """Compute the calls of one model and plan: drafts first, so that all verifications can
         share a step.
         """
-        waiting = [task for task in self.active if not task.call.is_prompt]
+        waiting = [entry for entry in self.active if not entry.call.is_prompt]
         if waiting:
             first = min(waiting, key=self._verifies).call
             group = [
-                task
-                for task in waiting
-                if task.call.model is first.model and task.call.plan == first.plan
+                entry
+                for entry in waiting
+                if entry.call.model is first.model and entry.call.plan == first.plan
             ]
             self._compute(group)
 
-    def _compute(self, tasks: Sequence[Task]) -> None:
+    def _compute(self, entries: Sequence[Entry]) -> None:
         """Compute the calls of these texts, and let each loop go on with its result."""
-        for task, result in zip(tasks, results([task.call for task in tasks]), strict=True):
-            self._go_on(task, result)
+        for entry, result in zip(entries, results([entry.call for entry in entries]), strict=True):
+            self._go_on(entry, result)
 
 
 def results(calls: Sequence[Call]) -> list[Tensor | Exception | None]:

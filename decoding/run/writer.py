@@ -14,7 +14,6 @@ from itertools import groupby
 from operator import attrgetter
 from reprlib import repr as shortened
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -152,9 +151,7 @@ class Task:
     """A text to be written, at first its prompt alone, with its way of drafting and its readers.
 
     ``observer`` is the loop's. ``answers`` are the positions of earlier answers in the prompt of a
-    conversation. ``sample`` holds the text so far. The fields behind are the scheduler's
-    (``decoding.run.together``): it calls ``on_draft`` with each draft before its verification, and
-    any thread may set ``cancelled``, which ends the text where it is.
+    conversation. ``sample`` holds the text so far.
     """
 
     text: Text
@@ -164,19 +161,9 @@ class Task:
     readers: list[Reader] = field(default_factory=list)
     observer: Observer | None = None
     answers: Spans = ()
-    on_draft: Callable[[list[int]], None] | None = None
-    error: BaseException | None = None
-    cancelled: bool = False
-    loop: Any = None  # the greenlet in which the text is written
-    slot: Writer | None = None
-    call: Any = None  # of the model, to be computed
 
     def __post_init__(self) -> None:
         self.sample = Sample(self.text, self.drafting.name)
-
-    @property
-    def ended(self) -> bool:
-        return self.loop is not None and self.loop.dead
 
 
 # Policy, randomness and rule of a text, which several processes make the same.

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cli.command_line import say
 from cli.files import explaining
-from decoding.run.options import Request
+from decoding.run.request import Request
 from decoding.run.session import Session
 from decoding.serve.requests import (
     ChatBody,

@@ -27,14 +27,10 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
-from decoding.run.chooser import DRAFTERS
-from decoding.run.options import (
-    Request,
-    TextOptions,
-    merge_options,
-    read_grammar_files,
-)
+from decoding.run.draft_options import KINDS
+from decoding.run.options import merge_options
 from decoding.run.prompt import Spans, check_prompt, conversation, too_long
+from decoding.run.request import Request, TextOptions, read_grammar_files
 from decoding.sampling import SamplingParams
 from model import InputError
 from weights.tokenizer import Tokenizer
@@ -62,7 +58,6 @@ NEUTRAL = {
     "top_logprobs": 0,
 }
 NOTHING = (None, "", [], {})
-UNKNOWN = "it is not supported: leave it out"
 
 
 def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -72,26 +67,28 @@ def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
     the client is told no details.
     """
     status = 400
+    param = None
     match error:
         case ValidationError():
             first = error.errors(include_url=False)[0]
             # a client's names may hold line breaks
             place = " ".join(".".join(map(str, first["loc"])).split())[:80] or "''"
-            told = UNKNOWN if first["type"] == "extra_forbidden" else first["msg"]
+            is_unknown = first["type"] == "extra_forbidden"
+            told = "it is not supported: leave it out" if is_unknown else first["msg"]
             message = f"{place if first['loc'] else 'the body'}: {told}"
+            param = f"{first['loc'][0]:.80}" if first["loc"] else None
         case HTTPException():
             status = error.status_code
             message = error.detail
         case InputError() if not error.__cause__:  # of code of the server's user, it is no client's
+            status = 404 if error.field == "model" else 400
             message = re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
+            param = error.field
         case _:
             say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
             status = 500
             message = "the request could not be answered"
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    field = re.match(r"[\w-]*", message)[0].replace("-", "_")
-    known = {*LiveBody.model_fields, *ChatBody.model_fields}
-    param = field if field in known or UNKNOWN in message else None
     return status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
@@ -196,7 +193,7 @@ class TextBody(create_model("Options", **dict.fromkeys(OPTIONS, (Any, None)))):
         }
 
     def options(self) -> dict[str, Any]:
-        """The options of the command line that the body gives, unchecked. Raises HTTPException for
+        """The options of the command line that the body gives, unchecked. Raises InputError for
         several grammars, and for one that is too long.
         """
         given = self.model_dump(include=OPTIONS, exclude_none=True)
@@ -206,14 +203,14 @@ class TextBody(create_model("Options", **dict.fromkeys(OPTIONS, (Any, None)))):
         forms = filter(None, (self.response_format, self.structured_outputs))
         grammars = [option for form in forms for option in form.options()]
         if len(grammars) > 1:
-            raise HTTPException(
-                400,
+            raise InputError(
                 "structured_outputs and response_format: give one of json, regex, choice and"
                 " grammar",
+                "structured_outputs",
             )
         for name, source in grammars:
             if len(source) > MAX_SOURCE[name]:
-                raise HTTPException(400, f"{name} must have at most {MAX_SOURCE[name]} characters")
+                raise InputError(f"{name} must have at most {MAX_SOURCE[name]} characters")
         return given | dict(grammars)
 
 
@@ -254,7 +251,7 @@ class ChatBody(TextBody):
         Where they begin with no system message, the command line's stands before them.
         """
         if tokenizer.chat_template is None:
-            raise HTTPException(400, "this model has no chat template: use /v1/completions")
+            raise InputError("this model has no chat template: use /v1/completions")
         messages = [{"role": each.role, "content": each.text} for each in self.messages]
         if asked.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": asked.system})
@@ -289,7 +286,7 @@ class RequestReader:
         # is not counted for the copies of their two plans.
         has_plan = (command_line.folder / "plan.json").exists()
         absent = {"auto", "model"} if has_plan else {"auto", "model", "skip"}
-        self.drafts = [kind for kind in DRAFTERS if kind not in absent - {self.options.draft}]
+        self.drafts = [kind for kind in KINDS if kind not in absent - {self.options.draft}]
 
     def read(self, kind: type[TextBody], data: bytes) -> ParsedRequest:
         """The request with this body. Raises the errors that ``refusal`` takes."""
@@ -317,21 +314,22 @@ class RequestReader:
         kind = given.get("draft", known.draft)
         if kind != known.draft:
             if kind not in self.drafts:
-                raise HTTPException(
-                    400, f"draft must be one of {', '.join(self.drafts)}, found {kind!r:.80}"
+                raise InputError(
+                    f"draft must be one of {', '.join(self.drafts)}, found {kind!r:.80}", "draft"
                 )
             given["bits"] = self.bits if kind == "lowbit" else None
         options = merge_options(known, given)
         for name in ("stop", "ban"):
             if len("".join(given.get(name, []))) > MOST_SEARCHED:
-                raise HTTPException(400, f"{name} must have at most {MOST_SEARCHED} characters")
+                raise InputError(f"{name} must have at most {MOST_SEARCHED} characters", name)
         if given.get("gamma", 0) > MAX_GAMMA:
-            raise HTTPException(400, f"gamma must be at most {MAX_GAMMA}, found {options.gamma}")
+            raise InputError(f"gamma must be at most {MAX_GAMMA}, found {options.gamma}", "gamma")
         return options
 
     def check_model(self, name: str) -> None:
-        """Raises HTTPException for a model that is not served."""
+        """Raises InputError for a model that is not served."""
         if name != self.command_line.name:
-            raise HTTPException(
-                404, f"model {name!r:.80} does not exist here: there is {self.command_line.name}"
+            raise InputError(
+                f"model {name!r:.80} does not exist here: there is {self.command_line.name}",
+                "model",
             )

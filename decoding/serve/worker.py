@@ -15,10 +15,11 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from decoding.rounds import Round
-from decoding.run.chooser import DraftOptions
-from decoding.run.options import Request
-from decoding.run.session import Session, TextStream
-from decoding.run.together import Scheduler
+from decoding.run.characters import TextStream
+from decoding.run.draft_options import DraftOptions
+from decoding.run.request import Request
+from decoding.run.session import Session
+from decoding.run.together import Entry, Scheduler
 from decoding.run.writer import Task
 from decoding.serve.requests import MAX_GAMMA, ChatBody, ParsedRequest, RequestReader
 from decoding.show.output import as_json
@@ -36,7 +37,7 @@ FORM = Path(__file__).with_name("live.html")
 
 # Generator of a job's texts, whose readers send the messages; it runs in the worker's thread, and
 # goes on when the text that it yielded last has been written.
-Answer = Callable[["Job", Session], Iterator[Task]]
+Answer = Callable[["Job", Session], Iterator[Entry]]
 
 
 class Job:
@@ -50,7 +51,7 @@ class Job:
         """Made in the thread of the event loop."""
         self.request = request
         self.texts = answer(self, session)
-        self.task: Task | None = None  # the latest text; None while the job waits
+        self.entry: Entry | None = None  # of the latest text; None while the job waits
         self.is_abandoned = False  # by its client, who has disconnected
         self.loop = asyncio.get_running_loop()
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
@@ -111,14 +112,14 @@ class Worker:
         """Begin the next text of a job: the first when there is room, another when the one before
         has ended. End the job after its last text, and after an error.
         """
-        task = job.task
-        is_due = task.ended if task else self.scheduler.has_room
-        if task and task.error:
-            self.end(job, task.error)
+        entry = job.entry
+        is_due = entry.ended if entry else self.scheduler.has_room
+        if entry and entry.error:
+            self.end(job, entry.error)
         elif is_due:
             try:
-                job.task = next(job.texts)
-                self.scheduler.submit(job.task)
+                job.entry = next(job.texts)
+                self.scheduler.submit(job.entry)
             except StopIteration:
                 self.end(job)
             except Exception as error:
@@ -128,8 +129,8 @@ class Worker:
         """End the text of a job where it is, and its messages, with the error if any; take the job
         out of the queue.
         """
-        if job.task:
-            job.task.cancelled = True
+        if job.entry:
+            job.entry.cancelled = True
         if error:
             job.send(error)
         job.send(None)
@@ -167,7 +168,7 @@ def context_length(command_line: Request, slots: int) -> int:
     return positions
 
 
-def completion(job: Job, session: Session) -> Iterator[Task]:
+def completion(job: Job, session: Session) -> Iterator[Entry]:
     """Answer of OpenAI's endpoints, with statistics of the rounds: the whole text in one message
     or, of a stream, the text that a terminal would show, after each round.
     """
@@ -197,7 +198,7 @@ def completion(job: Job, session: Session) -> Iterator[Task]:
     task.readers = [read]
     if body.stream and is_chat:
         job.send(answer({"role": "assistant", "content": ""}))
-    yield task
+    yield Entry(task)
     finish = "length" if task.text.finish == "length" else "stop"
     statistics = as_json(task.sample, str(task.coupling) if task.params.temperature else "")
     usage = {
@@ -215,21 +216,19 @@ def completion(job: Job, session: Session) -> Iterator[Task]:
     job.send("[DONE]")
 
 
-def live(job: Job, session: Session) -> Iterator[Task]:
+def live(job: Job, session: Session) -> Iterator[Entry]:
     """Answer of the live page: a column with the text and, if asked, one with its plain text."""
     body, ids, answers, options = job.request
     drafts = [options.draft, DraftOptions("none")] if body.beside else [options.draft]
     tasks = [session.task(ids, options._replace(draft=draft), answers=answers) for draft in drafts]
-    first = tasks[0].drafting
-    facts = heading("", session.request.name, first, options.params, options.coupling)
+    facts = heading("", session.request.name, tasks[0])
     job.send({"kind": "begin", "columns": [task.drafting.name for task in tasks], **facts})
     for number, task in enumerate(tasks):
-        show_in_column(job, session, task, number)
-        yield task
+        yield shown_in_column(job, session, task, number)
 
 
-def show_in_column(job: Job, session: Session, task: Task, number: int) -> None:
-    """Tell the page each draft of a text and, verified, each round."""
+def shown_in_column(job: Job, session: Session, task: Task, number: int) -> Entry:
+    """The text of a column: the page is told each draft of it and, verified, each round."""
     recording = Recording(task.params, session.labels)
 
     def send(kind: str, **more: Any) -> None:
@@ -241,7 +240,7 @@ def show_in_column(job: Job, session: Session, task: Task, number: int) -> None:
 
     task.readers = [read]
     task.observer = recording.observe
-    task.on_draft = lambda tokens: send("draft", tokens=[*map(session.labels, tokens)])
+    return Entry(task, lambda tokens: send("draft", tokens=[*map(session.labels, tokens)]))
 
 
 def live_page(reader: RequestReader) -> str:

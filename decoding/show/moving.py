@@ -9,7 +9,6 @@ run, which is also shown where nothing can move; then both texts vanish and are 
 """
 
 import codecs
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,10 +17,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from decoding.rounds import Round
-from decoding.run.session import Labels, visible
-
-# Rounds of a text, each with the seconds of decoding until its end.
-Timeline = Sequence[tuple[Round, float]]
+from decoding.run.characters import Labels, visible
+from decoding.run.writer import Sample
 
 TEMPLATE = Path(__file__).with_name("moving.svg")
 MOST_TOKENS = 64  # of a text that are shown: of more the picture would be high, and a large file
@@ -82,7 +79,7 @@ class Lane:
     token takes their place, and they are shown below it, until others are rejected.
     """
 
-    def __init__(self, timeline: Timeline, verifying: float, labels: Labels) -> None:
+    def __init__(self, sample: Sample, verifying: float, labels: Labels) -> None:
         """``verifying``: seconds of a round that its draft does not take."""
         self.labels = labels
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -90,7 +87,7 @@ class Lane:
         self.kept = [Piece("", "own", 0, 0, 0.0)]  # of the text, behind an empty one
         self.rejected: list[Piece] = []  # of the last round that has any
         began = 0.0
-        for round, ended in timeline:
+        for round, ended in sample.timeline:
             self._add(round, began, ended, verifying)
             began = ended
             if len(self.kept) > MOST_TOKENS:
@@ -135,12 +132,10 @@ def cut(text: str) -> str:
     return shown.plain
 
 
-def render_picture(
-    title: str, plain: Timeline, drafted: Timeline, draft: str, labels: Labels
-) -> str:
-    """The picture of a text that was written plainly, and ``drafted`` by a draft of this name."""
+def render_picture(title: str, plain: Sample, drafted: Sample, labels: Labels) -> str:
+    """The picture of a text that was written plainly, and ``drafted``."""
     # To verify a draft is counted as a plain round, the rest of its round as drafting.
-    step = plain[-1][1] / len(plain)
+    step = plain.seconds / len(plain.rounds)
     above = Lane(plain, step, labels)
     below = Lane(drafted, step, labels)
     last = max(piece.begin for piece in above.pieces + below.pieces)
@@ -150,24 +145,14 @@ def render_picture(
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         title=title,
-        draft=draft,
+        draft=drafted.draft,
         plain=above,
         drafted=below,
-        plain_speed=speed(plain),
-        speed=speed(drafted),
-        tokens=max(tokens_of(drafted), tokens_of(plain)),
+        plain_speed=plain.speed,
+        speed=drafted.speed,
+        tokens=max(drafted.statistics.tokens, plain.statistics.tokens),
         most_tokens=MOST_TOKENS,
         pause=PAUSE,
         slower=slower,
         period=round(slower * last + 2 * PAUSE, 3),
     )
-
-
-def tokens_of(timeline: Timeline) -> int:
-    """Number of tokens of the text."""
-    return sum(len(round.emitted) - len(round.retracted) for round, _ in timeline)
-
-
-def speed(timeline: Timeline) -> float:
-    """Tokens per second of decoding."""
-    return tokens_of(timeline) / timeline[-1][1]

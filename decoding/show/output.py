@@ -12,7 +12,8 @@ from rich.console import Console
 
 from cli.command_line import say
 from cli.files import write_text
-from decoding.run.session import Session, TextStream, visible
+from decoding.run.characters import TextStream, visible
+from decoding.run.session import Session
 from decoding.run.writer import Reader, Sample, Task
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
@@ -49,8 +50,8 @@ class Output:
                 seconds = write_all(tasks)
         finally:
             for task in others:
-                if task.loop is None or (task.error and not task.sample.rounds):
-                    continue  # it had not begun, or failed before anything was written
+                if not task.sample.rounds:
+                    continue  # Ctrl-C or an error came before anything of it was written
                 with self.shown(task.sample, pause=0) as show:
                     for round, at in task.sample.timeline:
                         show(round, at)
@@ -112,10 +113,7 @@ class Output:
                 print(json.dumps(text | statistics, ensure_ascii=False))
         samples = [each.sample for each in self.recordings if each.sample["rounds"]]
         if samples:
-            first = self.tasks[0]
-            facts = heading(
-                request.prompt, request.name, first.drafting, first.params, first.coupling
-            )
+            facts = heading(request.prompt, request.name, self.tasks[0])
             write_text(request.options.html, render_page(facts, samples))
             say(f"the run round by round: {request.options.html}")
 
@@ -124,11 +122,8 @@ class Output:
         it cannot be written.
         """
         request = self.request
-        drafted = self.tasks[0].sample
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
-        picture = render_picture(
-            title, plain.timeline, drafted.timeline, drafted.draft, self.session.labels
-        )
+        picture = render_picture(title, plain, self.tasks[0].sample, self.session.labels)
         write_text(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
 

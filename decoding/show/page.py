@@ -18,9 +18,8 @@ from torch import Tensor
 
 from decoding.drafters import Draft
 from decoding.rounds import Round
-from decoding.run.writer import Drafting
+from decoding.run.writer import Task
 from decoding.sampling import SamplingParams
-from decoding.verify import Coupling
 
 TEMPLATE = Path(__file__).with_name("page.html")
 TOP = 5  # likeliest tokens that are kept
@@ -83,11 +82,17 @@ class Recording:
 
     def add(self, round: Round, seconds: float) -> dict[str, Any]:
         """Add a round; ``seconds`` is the time of decoding so far. Returns its JSON."""
-        verdicts = zip(self.details, round.verdicts(), strict=False)
+        verdicts = round.verdicts()
+        # where the text ends before the target's own token, that has no verdict
+        details = self.details[: len(verdicts)]
+        tokens = [
+            {**detail, "verdict": verdict}
+            for detail, (_, verdict) in zip(details, verdicts, strict=True)
+        ]
         data = {
             "position": round.position,
             "drafter": self.record[0].drafter,
-            "tokens": [{**detail, "verdict": verdict} for detail, (_, verdict) in verdicts],
+            "tokens": tokens,
             "drafted": len(round.drafted),
             "accepted": min(round.accepted, len(round.emitted)),
             "emitted": len(round.emitted),
@@ -112,23 +117,25 @@ def probability(probs: Tensor, token: int) -> float:
     return float(f"{probs[token].nan_to_num(0.0).item():.{DIGITS}g}")
 
 
-def heading(
-    prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling
-) -> dict[str, Any]:
-    """JSON of the facts about a whole run, with the plan of its self-drafts, if any."""
+def heading(prompt: str, model: str, task: Task) -> dict[str, Any]:
+    """JSON of the facts about a whole run, of which this is the first text, with the plan of its
+    self-drafts, if any.
+    """
+    params = task.params
     given = [
         f"{field.name.replace('_', '-')} {getattr(params, field.name)}"
         for field in fields(params)
         if getattr(params, field.name) != field.default
     ]
     greedy = params.temperature == 0
-    sampling = ", ".join(["greedy", *given] if greedy else [*given, str(coupling)])
+    sampling = ", ".join(["greedy", *given] if greedy else [*given, str(task.coupling)])
+    plan = task.drafting.plan
     return {
         "prompt": prompt,
-        "facts": [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)],
-        "plan": drafting.plan and asdict(drafting.plan),
+        "facts": [("Model", model), ("Draft", task.drafting.name), ("Sampling", sampling)],
+        "plan": plan and asdict(plan),
         "greedy": greedy,
-        "race": coupling.name == "race",
+        "race": task.coupling.name == "race",
     }
 
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from decoding.rounds import Round
-from decoding.run.session import Labels, visible
+from decoding.run.characters import Labels, visible
 
 PAUSE = 0.06  # seconds for which a draft is shown before its verdict
 # verdict -> its name in the legend, its style, and the signs around it where there are no colours

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.run.chooser import DraftOptions, Setting
+from decoding.run.chooser import Setting
+from decoding.run.draft_options import DraftOptions
 from decoding.run.prompt import encode_prompt
 from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams

@@ -28,7 +28,7 @@ from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from decoding.text import DeadEnd, Rules, Text
+from decoding.text import Rules, Text
 from model import Decoder, KVCache
 from tests.calls import recorded
 from tests.laws import EXACT, TABLE_DRAFTERS, prefilled, random_tables, text_of, tiny_model
@@ -364,10 +364,14 @@ def test_an_error_in_a_draft_does_not_reach_other_branches(failing: Grammar) -> 
 
 def test_an_error_at_the_end_of_the_text_ends_it_with_the_reason(failing: Grammar) -> None:
     text = text_of([0], Rules(9, frozenset({EOS}), grammar=failing), vocab=5)
-    text.extend([0, 0])
-    assert not text.allowed_after([]).any()
-    with pytest.raises(DeadEnd, match=r"at position 3 of the text: --regex: too many states$"):
-        text.extend([None])
+    text.extend([0])
+    assert not text.allowed_after([0]).any()
+    loosen = r"at position 2 of the text: loosen the constraints or the banned words$"
+    assert re.search(loosen, str(text.dead_end())), "the reason of the draft's place is another's"
+    text.extend([0])
+    assert text.allowed_after([1]) is not None
+    reason = r"at position 3 of the text: --regex: too many states$"
+    assert re.search(reason, str(text.dead_end()))
 
 
 def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() -> None:

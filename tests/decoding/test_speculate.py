@@ -19,8 +19,9 @@ from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
-from decoding.sampling import SamplingParams
+from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Rules, Text
+from decoding.verify import Coupling
 from model import Decoder, KVCache, LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import (
@@ -188,6 +189,70 @@ def test_non_finite_target_logits_end_the_loop() -> None:
     model.norm.weight[3] = torch.nan
     said = refusal(write, model, prefilled(model, PROMPT), NoDraft(VOCAB), FixedLength(0))
     assert "stop being finite" in said
+
+
+class Overflowing:
+    """A target whose logits are non-finite after ``last`` positions."""
+
+    def __init__(self, model: Decoder, last: int) -> None:
+        self.model, self.last = model, last
+        self.vocab_size, self.max_positions = model.vocab_size, model.max_positions
+        self.device = model.device
+
+    def __call__(self, tokens: Tensor, cache: KVCache, start: int) -> Tensor:
+        logits = self.model(tokens, cache, start)
+        logits[0, max(0, self.last - start) :] = torch.nan
+        return logits
+
+
+class Foreseeing(Breaking):
+    """Drafter of the next four of the tokens it is given."""
+
+    def propose(self, text: Text, limit: int, *_: object) -> Draft:
+        tokens = torch.tensor(self.draft[len(text.generated) :][: min(limit, 4)])
+        return Draft(tokens, one_hot(tokens, VOCAB))
+
+
+@pytest.mark.parametrize("trouble", ["dead end", "non-finite"])
+@pytest.mark.parametrize("coupling", ["ratio", "race"])
+def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(
+    trouble: str, coupling: str
+) -> None:
+    """And the error names the place behind them."""
+    model = tiny_model("llama", vocab=VOCAB)
+    plain = plainly_greedy(model)
+    last = len(PROMPT) + 2
+    constraints = []
+    target = Overflowing(model, last - 1)
+    said = "stop being finite"
+    if trouble == "dead end":
+        everything = torch.ones(VOCAB, dtype=torch.bool)
+        constraints = [lambda tokens: everything if len(tokens) < last else ~everything]
+        target = model
+        said = f"no token at position {last} of the text"
+    text = Text(PROMPT, Rules(20, constraints=constraints), model)
+    how = FixedLength(4), SamplingParams(), Coupling(coupling, 0).randomness()
+    cache = prefilled(model, PROMPT)
+    verify = Coupling(coupling, 0).verify
+    rounds = loop.speculate(target, cache, text, Foreseeing(plain), *how, verify)
+    first = next(rounds)
+    assert (first.drafted, first.accepted, first.emitted) == (plain[:4], 2, plain[:2])
+    assert [verdict for _, verdict in first.verdicts()] == [
+        *("accepted", "accepted", "rejected", "discarded")
+    ]
+    assert said in refusal(next, rounds)
+    assert text.generated == plain[:2] and cache.length >= last - 1
+
+
+def test_logits_after_the_token_that_ends_the_text_may_be_non_finite() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    plain = plainly_greedy(model)
+    text = Text(PROMPT, Rules(20, eos_ids=frozenset(plain[:1])), model)
+    target = Overflowing(model, len(PROMPT))
+    cache = prefilled(model, PROMPT)
+    how = FixedLength(4), SamplingParams(), SeededRandomness(0)
+    list(loop.speculate(target, cache, text, Foreseeing(plain), *how))
+    assert (text.generated, text.finish) == (plain[:1], "eos")
 
 
 def test_an_all_zero_residual_draws_from_the_target() -> None:

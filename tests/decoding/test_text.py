@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.rounds import Round, Statistics
-from decoding.run.session import TextStream
+from decoding.run.characters import TextStream
 from decoding.text import Patterns, Rules, Text
 from tests.laws import text_of
 

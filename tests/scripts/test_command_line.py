@@ -4,6 +4,7 @@ Ctrl-C.
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 import generate
 from cli import device
-from decoding.run.session import TextStream
+from decoding.run.characters import TextStream
 from tests.calls import interrupted
 from tests.commands import Run
 from tests.folders import LLAMA, write_folder
@@ -228,7 +229,7 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     monkeypatch.delattr("decoding.run.session.load_model")
     whole = run("--model", model, "--dry-run")
     assert whole.status == 0 and re.fullmatch(
-        r"weights: .+, KV cache at 256 tokens: .+, workspace: .+,"
+        r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, total: .+,"
         r" low-bit copies \(at most, if they fit\): .+, free: .+ GB\n"
         r"kept low-bit copies: .+ in .+low-bit\n",
         whole.out,
@@ -288,13 +289,32 @@ def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_pa
 # As a process
 
 
-def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path) -> None:
+def started(model: object, *options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, ROOT / "generate.py", "the hen", "--model", model, *options]
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with a long context."""
+    config = {**LLAMA, "max_position_embeddings": 1 << 16}
+    return write_folder(tmp_path_factory.mktemp("models") / "endless", config)
+
+
+def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(endless: Path) -> None:
+    options = ["--draft", "lookup", "--max-new-tokens", 1 << 16, "--num-samples", 3]
+    with started(endless, *options) as process:
+        first = process.stdout.read(40)  # all texts have begun, and are far from their ends
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate()
+    assert process.returncode == 130 and first and rest.endswith(b"\n")
+    assert said.count(b" tokens in ") == 3 and b"Traceback" not in said
+
+
+def test_a_reader_that_goes_away_ends_the_process_quietly(endless: Path) -> None:
     """As in ``generate.py ... --trace | head -c 1``, whose console ends the process itself."""
-    endless = write_folder(tmp_path / "endless", {**LLAMA, "max_position_embeddings": 1 << 16})
-    options = ["--max-new-tokens", str(1 << 16), "--draft", "none", "--trace"]
-    command = [sys.executable, ROOT / "generate.py", "the hen", "--model", endless, *options]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
+    options = ["--max-new-tokens", 1 << 16, "--draft", "none", "--trace"]
+    with started(endless, *options) as process:
         assert process.stdout.read(1)
         process.stdout.close()
         said = process.stderr.read()

@@ -67,6 +67,7 @@ def test_plain_decoding_is_not_compared_with_itself(draft: list[str], run: Run, 
     outcome = run(*options, "--draft", *draft)
     assert outcome.status == 0 and "both ways are plain decoding" in outcome.err
     assert "times" not in outcome.err
+    assert ("plain: --gamma 0 drafts nothing" in outcome.err) is ("--gamma" in draft)
 
 
 def idly_written(model: str, tokens: int) -> tuple[writer.Sample, Callable[[], str]]:

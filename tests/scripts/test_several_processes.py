@@ -83,7 +83,7 @@ def test_two_processes_write_the_texts_of_one_and_the_first_alone_speaks(
 def test_a_dry_run_says_what_each_process_would_hold(folder: Path) -> None:
     first, *others = run_all(generate.main, [command(folder, "--dry-run")] * 4)
     assert others == [SILENT] * 3 and first.status == 0
-    held = "weights: .+, KV cache at .+, workspace: .+, free: .+"
+    held = "weights: .+, KV cache at .+, workspace: .+, total: .+, free: .+"
     lines = "".join(f"process {rank} of 4: {held}\n" for rank in range(4))
     assert re.fullmatch(lines, first.out)
 

@@ -154,7 +154,10 @@ def test_what_does_not_fit_is_refused_with_the_line_that_says_why(monkeypatch):
         weights=18_500_000_000, cache=1_400_000_000, workspace=300_000_000, positions=8192
     )
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total - 1)
-    line = "weights: 18.5 GB, KV cache at 8192 tokens: 1.4 GB, workspace: 300.0 MB, free: 20.2 GB"
+    line = (
+        "weights: 18.5 GB, KV cache at 8192 tokens: 1.4 GB, workspace: 300.0 MB, total: 20.2 GB,"
+        " free: 20.2 GB"
+    )
     said = refusal(check_fits, needed, CPU)
     assert said.startswith(f"the model does not fit on cpu: {line}; give fewer --max-new-tokens")
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total)

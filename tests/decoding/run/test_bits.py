@@ -17,16 +17,11 @@ from decoding.run.calibration import (
     linear_layers,
     low_bit_steps,
 )
-from decoding.run.chooser import (
-    VERIFY_SLOPE,
-    DraftOptions,
-    Setting,
-    auto,
-    first_slopes,
-    plan_for,
-)
-from decoding.run.options import Request, make_parser
+from decoding.run.chooser import VERIFY_SLOPE, Setting, auto, first_slopes
+from decoding.run.draft_options import DraftOptions, plan_for
+from decoding.run.options import make_parser
 from decoding.run.plan_file import DraftPlan, write_plan
+from decoding.run.request import Request
 from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -245,6 +240,17 @@ def test_a_text_that_no_draft_can_change_begins_before_the_copies_are_made(
     drafting.preparation.work()
     assert first == write(watched) == write(writer.plain)
     assert "low bits" in offers[-1]
+
+
+def test_without_drafts_no_copies_are_made(model: Decoder, tokenizer: Tokenizer) -> None:
+    setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
+    ways = [
+        setting.drafting(DraftOptions("lowbit", gamma=0, adaptive=adaptive), GREEDY)
+        for adaptive in (None, True)
+    ]
+    assert [way.new_policy().gamma for way in ways] == [0, 0]
+    assert ways[0].plan is None and ways[0].new_drafter is ways[1].new_drafter
+    assert not model.low_bits
 
 
 def test_a_text_under_the_ratio_rule_waits_for_the_copies(

@@ -24,7 +24,7 @@ from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.run.chooser import Drafting
-from decoding.run.together import Scheduler
+from decoding.run.together import Entry, Scheduler
 from decoding.run.writer import Task, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
@@ -125,7 +125,7 @@ def alone(model: Decoder, wish: Wish) -> Outcome:
 def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcome]:
     scheduler = Scheduler(model, CAPACITY, places)
     to_come = sorted(wishes, key=lambda wish: wish.arrives)
-    tasks: dict[int, Task] = {}
+    entries: dict[int, Entry] = {}
     reported = 0
 
     def arrive(wish: Wish) -> None:
@@ -135,11 +135,11 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
             nonlocal reported
             reported += 1
             if next(rounds) == wish.leaves:
-                task.cancelled = True
+                entry.cancelled = True
             arrive_if_time()
 
-        task = tasks[id(wish)] = wish.task(model, readers=[read])
-        scheduler.submit(task)
+        entry = entries[id(wish)] = Entry(wish.task(model, readers=[read]))
+        scheduler.submit(entry)
 
     def arrive_if_time() -> None:
         while to_come and to_come[0].arrives <= reported:
@@ -149,7 +149,8 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
         reported = max(reported, to_come[0].arrives)
         arrive_if_time()
         scheduler.run()
-    return [outcome(task.text, task.error) for task in [tasks[id(wish)] for wish in wishes]]
+    ended = [entries[id(wish)] for wish in wishes]
+    return [outcome(entry.task.text, entry.error) for entry in ended]
 
 
 rules = st.builds(
@@ -357,14 +358,15 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
     ]
     tasks = [good.task(model), *failing, good.task(model)]
     scheduler = Scheduler(model, CAPACITY, 6)
-    for task in tasks:
-        scheduler.submit(task)
+    entries = [Entry(task) for task in tasks]
+    for entry in entries:
+        scheduler.submit(entry)
     scheduler.run()
     expected = alone(model, good)
     assert expected[0] and outcome(tasks[0].text) == outcome(tasks[-1].text) == expected
-    errors = [DeadEnd, InputError, ValueError, InputError]
-    assert [type(task.error) for task in failing] == errors
-    assert "finite" in str(failing[1].error) and "leaves a hole" in str(failing[2].error)
+    errors = [entry.error for entry in entries[1:-1]]
+    assert [type(error) for error in errors] == [DeadEnd, InputError, ValueError, InputError]
+    assert "finite" in str(errors[1]) and "leaves a hole" in str(errors[2])
     may_be_copied = [bool(row.prompt) for row in scheduler.slots]
     assert may_be_copied == [True, False, False, False, False, True]
     scheduler.write_all([again := good.task(model)])
@@ -387,10 +389,8 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(
     readers = [interrupt] if place == "reader" else []
     wishes = [Wish([1, 2, 3], Rules(20), seed=seed) for seed in range(3)]
     tasks = [wish.task(model, readers=readers) for wish in wishes]
-    for task in tasks:
-        scheduler.submit(task)
     with pytest.raises(KeyboardInterrupt):
-        scheduler.run()
+        scheduler.write_all(tasks)
     assert [task.sample.finish for task in tasks] == ["interrupted"] * 3
     assert [bool(task.sample.rounds) for task in tasks] == [True, True, False]
     for wish, task in zip(wishes[:2], tasks, strict=False):
@@ -438,6 +438,6 @@ def test_a_conversation_goes_on_in_the_slot_that_has_read_it() -> None:
     answers = [(len(first), len(first) + len(answer))]
     later, anew = (turn.task(model, answers=answers) for _ in range(2))
     scheduler.write_all([later])
-    assert later.slot is tasks[1].slot is not scheduler.slots[0]
+    assert scheduler.slots[1].prompt == turn.prompt, "where the first turn was written"
     Scheduler(model, CAPACITY, 1).write_all([anew])
     assert later.sample.tokens == anew.sample.tokens

@@ -12,7 +12,7 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.remote.webelement import WebElement
 
-from decoding.run.chooser import DRAFTERS
+from decoding.run.draft_options import KINDS
 from decoding.serve import worker
 from decoding.show.page import Recording
 from tests.browser import find, look
@@ -177,7 +177,7 @@ def test_every_draft_on_offer_is_served(served: Served) -> None:
     form = json.loads(re.search('id="data">(.*?)</script>', page, re.DOTALL)[1])["form"]
     for draft in form["drafts"]:
         assert served.text(prompt="the hen", draft=draft, max_tokens=3)
-    for draft in {*DRAFTERS} - {*form["drafts"]}:
+    for draft in {*KINDS} - {*form["drafts"]}:
         assert served.ask("/v1/completions", {"prompt": "the hen", "draft": draft})[0] == 400
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import generate
-from decoding.run.chooser import DRAFTERS, DraftOptions
+from decoding.run.draft_options import KINDS, DraftOptions
 from decoding.run.options import make_parser
 from decoding.serve.requests import (
     MAX_GAMMA,
@@ -78,10 +78,11 @@ def test_any_fields_are_a_request_or_a_refusal(
     except (InputError, ValidationError, HTTPException) as error:
         status, told = refusal(error)
         assert status in (400, 404) and "\n" not in told["error"]["message"]
+        assert told["error"]["param"] in {None, *body, "prompt", "messages"}
         return
     draft = asked.draft
     assert 0 < len(ids) < 64 and asked.rules.max_new_tokens >= 1
-    assert draft.kind in DRAFTERS and draft.plan is draft.draft_model is None
+    assert draft.kind in KINDS and draft.plan is draft.draft_model is None
     assert (draft.gamma or 0) <= MAX_GAMMA
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import generate
-from decoding.run import options
+from decoding.run import request
 from decoding.run.chooser import Drafting
 from decoding.run.options import make_parser
 from decoding.serve import app, worker
@@ -164,8 +164,8 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "temperature",
         "at least 0",
     ),
-    "an empty stop": (texts(stop=["a", ""]), 400, None, "give stop strings and banned words as"),
-    "an empty ban": (texts(ban=[""]), 400, None, "give stop strings and banned words as lists"),
+    "an empty stop": (texts(stop=["a", ""]), 400, "stop", "give stop strings and banned words as"),
+    "an empty ban": (texts(ban=[""]), 400, "ban", "give stop strings and banned words as lists"),
     "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "draft must be one of none, "),
     "a draft model": (texts(draft="model"), 400, "draft", "found 'model'"),
     "costs to be measured": (
@@ -374,7 +374,9 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     served: Served, gate: threading.Event, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = MAX_WAITING + 4
-    order = recorded(monkeypatch, served.worker.scheduler, "submit", lambda task: len(task.text))
+    order = recorded(
+        monkeypatch, served.worker.scheduler, "submit", lambda entry: len(entry.task.text)
+    )
     with ThreadPoolExecutor(most) as pool:
         asking = []
         for length in range(1, most + 1):
@@ -428,7 +430,7 @@ def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Serve
     _, job = served.worker.jobs
     connection.close()
     until(lambda: len(served.worker.jobs) == len(served.worker.scheduler.active) == 1)
-    assert job.is_abandoned and job.task.ended and other.recv(10)
+    assert job.is_abandoned and job.entry.ended and other.recv(10)
     other.close()
     until(lambda: served.idle)
 
@@ -621,7 +623,7 @@ def test_the_context_is_8192_tokens_unless_asked_for_and_a_longer_prompt_is_told
     chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model with a longer one: a step on a GPU attends over the whole cache."""
-    monkeypatch.setattr(options, "CONTEXT", 100)
+    monkeypatch.setattr(request, "CONTEXT", 100)
     assert context(chat_model) == 100 and context(chat_model, "--context", "150") == 150
     assert context(chat_model, "--context", str(10 * CONTEXT)) == CONTEXT
     with serving("--model", str(chat_model), "--context", "20") as running:

@@ -13,15 +13,18 @@ from rich.cells import cell_len
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from decoding.rounds import Round
-from decoding.run.session import Labels, visible
-from decoding.show.moving import MOST_TOKENS, PAUSE, Timeline, render_picture
+from decoding.run.characters import Labels, visible
+from decoding.run.writer import Sample
+from decoding.show.moving import MOST_TOKENS, PAUSE, render_picture
 from tests.commands import Run
 from tests.folders import write_folder
+from tests.laws import text_of
 
 PIECES = [" the", " fox", "</text><script>", "<&>\"'", "\n", "e\u0301", "]]>", " " + "long" * 40]
 LABELS = Labels(lambda token: PIECES[token].encode(), {})
 MARGIN, WIDTH = 24, 800  # of the template
 NAMESPACE = "{http://www.w3.org/2000/svg}"
+Timeline = list[tuple[Round, float]]
 PLAIN: Timeline = [
     (Round(0, [], 0, [token]), seconds)
     for token, seconds in enumerate((1.0, 2.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0))
@@ -39,7 +42,16 @@ DRAFTED: Timeline = [
 
 
 def picture(plain: Timeline = PLAIN, drafted: Timeline = DRAFTED) -> Element:
-    return ElementTree.fromstring(render_picture("tiny: <&>", plain, drafted, "a & b", LABELS))
+    return ElementTree.fromstring(rendered("tiny: <&>", plain, drafted, "a & b"))
+
+
+def rendered(title: str, plain: Timeline, drafted: Timeline, draft: str) -> str:
+    samples = []
+    for timeline in (plain, drafted):
+        samples.append(Sample(text_of([0]), draft, timeline))
+        for round, _ in timeline:
+            samples[-1].statistics.add(round)
+    return render_picture(title, *samples, LABELS)
 
 
 def lanes(svg: Element) -> list[list[Element]]:
@@ -161,7 +173,7 @@ def test_it_moves_in_a_browser_unless_the_reader_wants_it_still(
     browser: WebDriver, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.svg"
-    file.write_text(render_picture("tiny", PLAIN, DRAFTED, "a", LABELS), encoding="utf-8")
+    file.write_text(rendered("tiny", PLAIN, DRAFTED, "a"), encoding="utf-8")
     shown = (
         "return [...document.querySelectorAll('g:last-of-type text')].filter(piece =>"
         " getComputedStyle(piece).opacity == 1).map(piece => piece.textContent)"
@@ -194,7 +206,7 @@ def test_no_two_texts_of_a_line_run_into_each_other() -> None:
     long = [(Round(at, [], 0, [at % 2]), 0.001 * (at + 1)) for at in range(2 * MOST_TOKENS)]
     name = "chosen each round: all layers in 4 bits; prompt lookup"
     for draft in (name, name * 3):
-        svg = ElementTree.fromstring(render_picture("tiny " * 40, long, long, draft, LABELS))
+        svg = ElementTree.fromstring(rendered("tiny " * 40, long, long, draft))
         lines: dict[str | None, list[tuple[float, float]]] = {}
         for text in svg.findall(f"{NAMESPACE}text"):
             width = 8.5 * cell_len("".join(text.itertext()).strip())

@@ -22,7 +22,7 @@ from decoding.drafters import BestOf, Draft, ModelDrafter, PromptLookup
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
-from decoding.run.session import Labels
+from decoding.run.characters import Labels
 from decoding.sampling import SamplingParams, distribution
 from decoding.show.page import TOP, Recording, embed, render_page
 from decoding.text import Rules, Text

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from decoding.rounds import Round
 from decoding.run import writer
-from decoding.run.session import Labels, visible
+from decoding.run.characters import Labels, visible
 from decoding.show import trace
 from decoding.show.trace import LiveTrace
 from tests.commands import Run
