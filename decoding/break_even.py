@@ -2,11 +2,13 @@
 
 A round that drafts k tokens takes 1 + k·s plain rounds, where the slope s is the time that a
 drafted token adds: its draft step, and its share of the verification. It writes
-1 + α + α² + ... + αᵏ expected tokens, with α the acceptance rate of a kind of draft (arXiv
-2211.17192, equation 1). The speed-up is their ratio; where none is above 1, the round is plain.
+1 + α + α² + ... + αᵏ expected tokens, with α the probability that a token of a kind of draft is
+accepted if those before it were (arXiv 2211.17192, equation 1). The speed-up is their ratio; where
+none is above 1, the round is plain.
 
-α and s are learned while the text is written (``Past``): a bandit with a known structure, since all
-lengths of a draft share them.
+α and s are learned while the text is written (``Past``). So this is a bandit, a choice among
+options whose pay is learned by trying them, but of a known structure: all lengths of a draft share
+its α and its s.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class BreakEven(Policy):
     """Draft choice by break-even: the offer of the largest expected speed-up, ended in time.
 
     A round passes through four methods: ``draft_length``, whether to ask the drafters for offers;
-    ``choose`` among these; ``keep_drafting`` behind each token that a model draws; and ``observe``,
+    ``choose`` among these; ``keep_drafting`` after each token that a model draws; and ``observe``,
     which learns from the finished round.
 
     Four rounds with one model, without a clock, where the slope is 0.65 and all confidences are
@@ -146,7 +148,7 @@ class BreakEven(Policy):
 
     def _reading(self, offer: Offer) -> tuple[float, float]:
         """Expected times in plain rounds in which a model reads the forced tokens of its draft,
-        each at the slope of a known token: those before its first guess, and those behind each
+        each at the slope of a known token: those before its first guess, and those after each
         guess, as many as this text had so far per token that was not forced.
 
         So a model drafts where few tokens are forced, and stays away from a form that is to be
@@ -235,14 +237,14 @@ class BreakEven(Policy):
         step, and that of the rest of the round, a plain round but for the verification.
 
         Both are of the same moment, so that a busy machine does not change the slope. Slopes keep
-        their first values where no confidence is read behind each step, and no time is taken where
+        their first values where no confidence is read after each step, and no time is taken where
         other texts share the model's steps.
         """
         draft = self.taken
         name = slope_of(draft.offer) if draft else None
         for other in self.past.slopes.keys() - {name}:
             self.past.fade_slope(other, self.first_slopes[other])
-        by_model = draft and draft.confidences  # read behind each step
+        by_model = draft and draft.confidences  # read after each step
         if self.clock is None or self.sharers() > 1 or forced or not by_model:
             return
         verification = self.first_slopes[KNOWN]
@@ -274,7 +276,7 @@ class PossibleDraft:
     round over plain decoding.
 
     While a model makes it: the ``confidences`` of its tokens, the probability ``reached`` that all
-    of them are accepted, and the times before the first one (``began``) and behind the last
+    of them are accepted, and the times before the first one (``began``) and after the last
     (``ended``).
     """
 
@@ -335,7 +337,7 @@ class Rates:
     """Acceptance rate of a kind of draft, by the confidence of a token in tenths.
 
     ``accepted`` and ``judged`` count the tokens of past rounds per tenth, the later ones more. The
-    tokens behind a rejected one are not judged. Where little was judged the rate is close to a
+    tokens after a rejected one are not judged. Where little was judged the rate is close to a
     prior one: that of all tokens to the first α, ``prior``, that of a confidence to the rate of
     all.
     """

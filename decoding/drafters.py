@@ -318,7 +318,7 @@ class BestOf:
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Draft of the chosen drafter. A model draws as many tokens as were chosen, and those that
-        constraints force behind them come on top.
+        constraints force after them come on top.
         """
         length = 0
         if limit:

@@ -38,7 +38,7 @@ class Policy:
         return self.gamma
 
     def keep_drafting(self, confidence: float) -> bool:
-        """Whether to continue the draft behind a token of this confidence, which stays in it."""
+        """Whether to continue the draft after a token of this confidence, which stays in it."""
         return True
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:

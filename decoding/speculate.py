@@ -105,7 +105,7 @@ def read_verdict(
     """Result of a verification, copied from the device in one synchronisation per round.
 
     Nothing can follow a row of zeros: no token is allowed there, or the largest logit is NaN or
-    infinite. Only behind a token of probability 0 are there more synchronisations, which tell that
+    infinite. Only after a token of probability 0 are there more synchronisations, which tell that
     and why. Raises InputError if this is the row after the text. Behind accepted tokens, the next
     round comes to it; the rows after a rejected token belong to no text.
     """

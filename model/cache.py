@@ -11,7 +11,7 @@ class KVCache:
     """Keys and values of every layer, written at explicit positions.
 
     The tensors are allocated once, of the shape ``[batch, kv_heads, capacity, head_dim]`` per
-    layer. ``lengths[layer]`` is the number of valid entries of a layer; entries behind them are
+    layer. ``lengths[layer]`` is the number of valid entries of a layer; entries after them are
     ignored. So a rollback sets a number. A draft that shares this cache with its target leaves the
     lengths of layers whose attention it skips.
 
@@ -48,7 +48,7 @@ class KVCache:
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values ``[batch, kv_heads, T, head_dim]`` at ``[start, start + T)``.
 
-        Entries behind them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
+        Entries after them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
         start + T, head_dim]``. Raises ValueError if the write would leave a hole or not fit:
         mistakes of the caller that would otherwise show only as wrong text.
         """

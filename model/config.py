@@ -12,7 +12,7 @@ from typing import Any
 
 from model.errors import InputError
 
-ACTIVATIONS = {  # of the blocks, behind the key that names it
+ACTIVATIONS = {  # of the blocks, after the key that names it
     "llama": ("hidden_act", "silu"),
     "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
 }

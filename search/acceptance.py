@@ -119,7 +119,7 @@ def positions_at_all_depths(
 
 
 class TargetPass:
-    """The target's pass over one text, and a plan's pass, whose keys and values stand behind the
+    """The target's pass over one text, and a plan's pass, whose keys and values stand after the
     target's in the cache.
 
     ``context`` ``[n]`` is the text without its last token; ``embedded`` and ``last`` ``[1, M,

@@ -140,7 +140,7 @@ def measure_costs(
     ratios = []
     for turn in turns():
         writer.begin(prompts[turn % len(prompts)])
-        write_timed(writer, setting, writer.plain, tokens)  # slower, behind the prompt
+        write_timed(writer, setting, writer.plain, tokens)  # slower, after the prompt
         # the plain text is the draft of the rounds that measure verification
         plain_text.known, plain = write_timed(writer, setting, writer.plain, tokens)
         ratios.append([write_timed(writer, setting, way, count)[1] / plain for way, count in ways])

@@ -69,7 +69,7 @@ def expected_rounds(
 
     ``begin``        a round begins at this token
     ``begin_next``   a round begins at the next token, after a draft that stopped unsure and the
-                     bonus token behind it
+                     bonus token after it
     ``on_text[d]``   a round is here with d tokens drafted, all of them accepted
     ``off_text[d]``  a round is here with d tokens drafted, one of them rejected: it drafts on
                      without a gain
@@ -80,7 +80,7 @@ def expected_rounds(
        all of it was accepted, this token is its bonus, and a round begins after it.
     2. Other drafts draft this token, which is kept or refused. Where it is refused the target puts
        the text's token in its place, and a round begins after it.
-    3. Under a threshold, a draft that is unsure of the token ends behind it and is counted.
+    3. Under a threshold, a draft that is unsure of the token ends after it and is counted.
 
     For γ = 2 and 3 tokens kept with probabilities a, b, c: rounds begin at the first token surely,
     at the second with probability 1 - a, at the third with a·(1 - b) + (1 - a)·(1 - b).

@@ -22,7 +22,7 @@ from model import InputError, cache_folder
 from weights.load import bytes_of, model_fingerprint
 
 LARGEST = 4 * 10**9  # bytes of all checkpoints' copies
-SUM_BYTES = 4  # of the checksum behind a tensor
+SUM_BYTES = 4  # of the checksum after a tensor
 
 
 def copies_folder() -> Path:

@@ -103,7 +103,7 @@ class Tokenizer:
                 self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, behind a beginning-of-text token where one is expected."""
+        """Token ids of a plain prompt, after a beginning-of-text token where one is expected."""
         ids = self.library.encode(
             self.normalise(text), add_special_tokens=self.file_decides_bos
         ).ids

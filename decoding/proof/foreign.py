@@ -315,7 +315,7 @@ def replaced(walk: Walk) -> Iterator[None]:
     def seed(*given: Any) -> None:
         """Before the first draw a seed changes no law; later, numbers repeat."""
         if walk.forks or walk.parts:
-            raise Refused("torch.manual_seed behind a draw cannot be enumerated: numbers repeat")
+            raise Refused("torch.manual_seed after a draw cannot be enumerated: numbers repeat")
 
     of_python = {"random": uniforms} | refusing("random", PYTHON_REFUSED)
     of_numpy = dict.fromkeys(NUMPY_UNIFORM, uniforms) | refusing("numpy.random", NUMPY_REFUSED)

@@ -150,7 +150,7 @@ def conversation(
 
     An answer begins where the conversation before it ends, and its tokens are those of its text.
     Where the chat template rewrites earlier messages, there is no such place, and the answer is
-    read as a part of the user's next turn. So are those behind the first ``MOST_ANSWERS``. Raises
+    read as a part of the user's next turn. So are those after the first ``MOST_ANSWERS``. Raises
     InputError as ``Tokenizer.encode_chat`` does.
     """
     messages = tell_schema(tokenizer, messages, schema)

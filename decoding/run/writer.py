@@ -31,7 +31,7 @@ from decoding.text import Rules, Text, TokenBytes
 from decoding.verify import Coupling, Verify
 from model import Decoder, KVCache, LayerPlan, now
 
-PREPARING = 0.1  # share of a round's time for the preparation of drafts behind it
+PREPARING = 0.1  # share of a round's time for the preparation of drafts after it
 LEAST_WARM_UP = 4  # tokens written before anything is timed
 
 Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
@@ -236,7 +236,7 @@ class Writer:
         read = self.segments
         if self.text is not None:
             # Behind the prompt is its last text, written in steps. An interrupted round may have
-            # left entries of its draft behind those.
+            # left entries of its draft after those.
             end = min(self.cache.length, len(self.text) - 1)
             read = [*read, *steps(self.text.tokens[self.text.prompt_length - 1 : end])]
         return wanted[: common_prefix(read, wanted)]

@@ -22,7 +22,7 @@ from decoding.run.writer import Sample
 
 TEMPLATE = Path(__file__).with_name("moving.svg")
 MOST_TOKENS = 64  # of a text that are shown: of more the picture would be high, and a large file
-PAUSE = 3.0  # seconds in which the finished texts are shown, before they vanish and behind the run
+PAUSE = 3.0  # seconds in which the finished texts are shown, before they vanish and after the run
 SHORTEST = 10.0  # seconds: a run that was faster is shown in slow motion
 SLOWER = (1, 2, 5, 10, 20, 50, 100)  # times that slow motion may be slower than the run
 LEAST_DRAFTING = 0.2  # share of a round's time in which its draft appears
@@ -84,7 +84,7 @@ class Lane:
         self.labels = labels
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pieces: list[Piece] = []
-        self.kept = [Piece("", "own", 0, 0, 0.0)]  # of the text, behind an empty one
+        self.kept = [Piece("", "own", 0, 0, 0.0)]  # of the text, after an empty one
         self.rejected: list[Piece] = []  # of the last round that has any
         began = 0.0
         for round, ended in sample.timeline:

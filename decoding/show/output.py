@@ -61,7 +61,7 @@ class Output:
 
     @contextmanager
     def shown(self, sample: Sample, pause: float = PAUSE) -> Iterator[Reader]:
-        """A reader of rounds that shows a sample, behind a line that separates it from the one
+        """A reader of rounds that shows a sample, after a line that separates it from the one
         before. Statistics follow it, unless an error came before its first round.
         """
         if self.samples:

@@ -175,7 +175,7 @@ class StaticStep:
 
     def compute(self) -> None:
         """Set ``logits``, ``[1, rows, vocab]``, to those of the tokens in the buffers. Entries of
-        padded rows are behind the text, where later steps write theirs.
+        padded rows are after the text, where later steps write theirs.
         """
         model = self.model
         config = model.config
@@ -326,7 +326,7 @@ class StaticDecoder(PreparedDecoder):
 
         Raises RuntimeError where they differ from the readable blocks' by more than rounding.
         """
-        # a step of the last of 2 · ROWS tokens also writes padded rows behind them
+        # a step of the last of 2 · ROWS tokens also writes padded rows after them
         tokens = torch.arange(2 * ROWS, device=self.device)[None] % self.vocab_size
         end = ROWS + step.rows
         expected = self.model(tokens, step.cache, 0, step.plan)[:, ROWS:end]

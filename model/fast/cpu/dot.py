@@ -262,7 +262,7 @@ def dot(
     ``columns`` inputs at ``x``.
 
     Rows are ``w_stride`` and ``x_stride`` bytes apart, except those of packed weights. The float32
-    products of a row of inputs are side by side at ``out``, ``out_stride`` bytes behind those of
+    products of a row of inputs are side by side at ``out``, ``out_stride`` bytes after those of
     the row before.
     """
     last = count - 1

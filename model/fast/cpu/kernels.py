@@ -231,7 +231,7 @@ def pointer(address: Value, kind: ir.Type) -> Value:
 
 
 def load(address: Value, kind: ir.Type, count: Value | None = None) -> Value:
-    """Value of this type at any address; with ``count`` the lanes behind it are 0."""
+    """Value of this type at any address; with ``count`` the lanes after it are 0."""
     place = pointer(address, kind)
     if count is None:
         return Value(place.builder, place.builder.load(place.raw, align=1))
@@ -327,8 +327,8 @@ def address(array: np.ndarray) -> int:
 
 @compiled()
 def keep_alive(array: np.ndarray) -> None:
-    """Do nothing, behind the last use of an array by its address.
+    """Do nothing, after the last use of an array by its address.
 
-    Numba frees an array behind its last use by name. So the function that makes an array for others
+    Numba frees an array after its last use by name. So the function that makes an array for others
     to use by its address names it once more here, where it is no longer used.
     """

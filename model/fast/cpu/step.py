@@ -160,7 +160,7 @@ def joined(parts: np.ndarray) -> np.ndarray:
 
 @compiled()
 def spans_of(batch: Batch, most: int) -> np.ndarray:
-    """First rows of the spans, and behind them the number of rows: a span is up to ``most`` rows of
+    """First rows of the spans, and after them the number of rows: a span is up to ``most`` rows of
     one text at positions that follow each other.
     """
     rows = len(batch.positions)
@@ -229,7 +229,7 @@ def run_step(board: np.ndarray, weights: Weights, batch: Batch) -> np.ndarray:
     """Logits ``[rows, vocab]`` of the rows; writes their keys and values into the cache.
 
     Blocks are those of ``model.llama`` (a norm before each sublayer) and ``model.gemma2`` (one
-    before, one behind).
+    before, one after).
     """
     x = embed(weights, batch.tokens)
     for layer in range(len(weights.matrices)):

@@ -114,7 +114,7 @@ def test_rows_and_samples_are_independent() -> None:
         (lambda: torch.rand(1).lt_(0.5), "lt_ of u"),
         (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
         (lambda: random.choice([1, 2]), "random.choice"),
-        (lambda: (torch.rand(1), torch.manual_seed(0)), "manual_seed behind a draw"),
+        (lambda: (torch.rand(1), torch.manual_seed(0)), "manual_seed after a draw"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng"),
         (lambda: torch.empty(2).uniform_(0, 2), "uniform_ cannot be enumerated but from 0 to 1"),
     ],
