@@ -118,6 +118,20 @@ class BreakEven(Policy):
             best.began = self.clock()
         return best.offer, length
 
+    def _reading(self, offer: Offer) -> tuple[float, float]:
+        """Expected times in plain rounds in which a model reads the forced tokens of its draft,
+        each at the slope of a known token: those before its first guess, and those after each
+        guess, as many as this text had so far per token that was not forced.
+
+        So a model drafts where few tokens are forced, and stays away from a form that is to be
+        filled in.
+        """
+        forced_so_far = self.text_forced + offer.forced
+        if not offer.by_model or not forced_so_far:
+            return 0.0, 0.0
+        slope = self.slope(KNOWN)
+        return offer.forced * slope, forced_so_far / (self.text_free + 1) * slope
+
     def _best_draft(self, offer: Offer) -> PossibleDraft | None:
         """The draft of an offer, of one guess or more, with the largest speed-up.
 
@@ -145,20 +159,6 @@ class BreakEven(Policy):
         ends_by_confidence = offer.by_model and self.reads_draft_confidence
         best = len(speedups) if ends_by_confidence else 1 + speedups.index(speedup)
         return PossibleDraft(offer, best, speedup)
-
-    def _reading(self, offer: Offer) -> tuple[float, float]:
-        """Expected times in plain rounds in which a model reads the forced tokens of its draft,
-        each at the slope of a known token: those before its first guess, and those after each
-        guess, as many as this text had so far per token that was not forced.
-
-        So a model drafts where few tokens are forced, and stays away from a form that is to be
-        filled in.
-        """
-        forced_so_far = self.text_forced + offer.forced
-        if not offer.by_model or not forced_so_far:
-            return 0.0, 0.0
-        slope = self.slope(KNOWN)
-        return offer.forced * slope, forced_so_far / (self.text_free + 1) * slope
 
     def keep_drafting(self, confidence: float) -> bool:
         """Whether another token is worth its time: the probability that it is accepted is more than

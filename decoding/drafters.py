@@ -22,7 +22,7 @@ from decoding.sampling import SamplingParams, distribution, joined, one_hot
 from decoding.text import Text
 from model import InputError, LayerPlan
 
-# most tokens that a draft step reads; of more, all but the last are prefilled
+# most tokens that a step of a draft model reads; of more, all but the last are prefilled
 CATCH_UP = 16
 IDS_AS_CHARACTERS = f"utf-32-{sys.byteorder[0]}e"  # an id in four bytes, as in an array
 
@@ -196,7 +196,7 @@ class ModelDrafter:
 
     def _read(self, tokens: Tensor, start: int) -> Tensor:
         """Logits ``[1, vocab]`` after tokens ``[n]`` from ``start`` on, which enter the cache."""
-        if len(tokens) > CATCH_UP:
+        if len(tokens) > CATCH_UP and self.plan is None:  # under a plan the layers' lengths differ
             self.model.prefill(tokens[None, :-1], self.cache, start)
             start += len(tokens) - 1
             tokens = tokens[-1:]

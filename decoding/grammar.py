@@ -32,7 +32,7 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 # the one style of JSON: without it a model may fill its budget with spaces
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-KEPT_MASKS = 64  # of the last places asked for, more than the longest draft has
+KEPT_MASKS = 64  # of the last places asked for, more than any default draft has
 
 
 class Vocabulary:
@@ -52,6 +52,7 @@ class Vocabulary:
         encode: Callable[[str], Sequence[int]],
     ) -> None:
         """Raises InputError without an end-of-text token, with which a grammar ends."""
+        eos_ids = eos_ids.intersection(range(len(tokens)))
         if not eos_ids:
             raise InputError("a grammar needs a model with an end-of-text token: this one has none")
         self.encode = encode

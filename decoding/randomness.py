@@ -177,9 +177,9 @@ def race_among_few(probs: np.ndarray, key: int) -> int:
     if count < 2:  # a row of zeros has token 0, which is meaningless
         return few.argmax().item()
     if count > FEW:  # of which the likeliest gives a bound of the least E/p
-        bits = hashed(counters(len(probs)) + key).view(np.uint64)
+        bits = hashed(id_counters(len(probs)) + key).view(np.uint64)
         likeliest = probs.argmax()
-        arrival = -math.log((int(bits[likeliest] >> 11) + 1) * 2.0**-53) / float(probs[likeliest])
+        arrival = -math.log(((int(bits[likeliest]) >> 11) + 1) * 2.0**-53) / float(probs[likeliest])
         # 2²⁰ more than the bound in units of 2⁻⁶⁴, since it is rounded
         close = bits >= max(0, 2**64 - 2**20 - int(arrival / FEW * 2**64))
         few &= close | (probs >= 1 / FEW)
@@ -187,14 +187,14 @@ def race_among_few(probs: np.ndarray, key: int) -> int:
     if FEW >= len(probs) < ids.size * SHARED:
         exponentials = all_exponentials(len(probs), key)[ids]
     else:
-        exponentials = exponentials_of(counters(len(probs))[ids] + key)
+        exponentials = exponentials_of(id_counters(len(probs))[ids] + key)
     return ids[(exponentials / probs[ids]).argmin()].item()
 
 
 @lru_cache(maxsize=32)  # several rounds' places: a rejected place is drawn again in the next round
 def all_exponentials(vocab: int, key: int) -> np.ndarray:
     """E of all ids at a place, float64 ``[vocab]``, which draft and target share."""
-    return exponentials_of(counters(vocab) + key)
+    return exponentials_of(id_counters(vocab) + key)
 
 
 def exponentials_of(counters: np.ndarray) -> np.ndarray:
@@ -203,7 +203,7 @@ def exponentials_of(counters: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def counters(vocab: int) -> np.ndarray:
+def id_counters(vocab: int) -> np.ndarray:
     """Counter of each id before a place's key is added, int64 ``[vocab]``."""
     return np.arange(vocab) * signed(GOLDEN)
 

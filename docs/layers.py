@@ -20,7 +20,7 @@ from torch import Tensor
 from cli.command_line import run_command
 from cli.options import MODEL, Groups, parser_of
 from cli.picture import RULE, write_picture
-from decoding.run.session import Labels
+from decoding.run.characters import Labels
 from docs.figures import GREEN, explained, sheet, tiles
 from model import Decoder, InputError
 from training.recipe import layer_outputs

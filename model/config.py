@@ -23,7 +23,7 @@ ROPE_FACTORS = {
 }
 LARGEST = 2**24  # of any whole number: a damaged file must not ask for a billion layers
 # kinds of layers
-FULL = "full_attention"
+EVERYWHERE = "full_attention"
 SLIDING = "sliding_attention"
 
 
@@ -177,7 +177,7 @@ def parse_config(source: Any) -> ModelConfig:
         )
     kinds = _layer_kinds(read, raw.get("layer_types"))
     window = read("sliding_window", int, optional=True)
-    windows = {SLIDING: window if read("use_sliding_window", bool) else None, FULL: None}
+    windows = {SLIDING: window if read("use_sliding_window", bool) else None, EVERYWHERE: None}
     max_positions = read("max_position_embeddings", int)
     ropes = _ropes(raw, family.two_ropes, max_positions)
     return ModelConfig(
@@ -210,12 +210,12 @@ def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
     first = read("max_window_layers", int, smallest=0)
     pattern = read("sliding_window_pattern", int, optional=True)
     kinds = given or [
-        FULL if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING
+        EVERYWHERE if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING
         for layer in range(layers)
     ]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise InputError(f"config.json: layer_types must name the kind of each of {layers} layers")
-    return [_one_of("layer type", kind, (SLIDING, FULL)) for kind in kinds]
+    return [_one_of("layer type", kind, (SLIDING, EVERYWHERE)) for kind in kinds]
 
 
 def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope]:
@@ -227,14 +227,18 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
     scaling = _read(raw, {}, "rope_scaling", dict, {})
     parameters = _read(raw, {}, "rope_parameters", dict, {})
     if not two:
-        return dict.fromkeys((SLIDING, FULL), _rope(raw, scaling or parameters, max_positions))
+        return dict.fromkeys(
+            (SLIDING, EVERYWHERE), _rope(raw, scaling or parameters, max_positions)
+        )
     for kind in parameters:
-        _one_of("layer type of rope_parameters", kind, (SLIDING, FULL))
+        _one_of("layer type of rope_parameters", kind, (SLIDING, EVERYWHERE))
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
     full = {"rope_theta": raw.get("rope_theta") or 1e6}
     return {
         SLIDING: _rope(raw, local | _read(parameters, {}, SLIDING, dict, {}), max_positions),
-        FULL: _rope(raw, full | _read(parameters, {}, FULL, dict, {}) | scaling, max_positions),
+        EVERYWHERE: _rope(
+            raw, full | _read(parameters, {}, EVERYWHERE, dict, {}) | scaling, max_positions
+        ),
     }
 
 

@@ -63,7 +63,7 @@ class StoredTensor:
             tensor = file.get_tensor(self.name)  # mapped: only what is copied is read
         if cut is not None:
             dimension, part = cut
-            return tensor.narrow(dimension, part.start, len(part)).clone()
+            return tensor.exceeds_float16(dimension, part.start, len(part)).clone()
         copy = torch.empty_like(tensor)
         np.copyto(bytes_of(copy), bytes_of(tensor))
         return copy
@@ -119,9 +119,9 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     if name in DTYPES:
         say(f"{slow}: --dtype float16 is faster")
         return dtype
-    narrow = read_config(folder).block == "gemma2"
-    say(f"{slow}: the model runs in {'float32' if narrow else 'float16'}")
-    return torch.float32 if narrow else torch.float16
+    exceeds_float16 = read_config(folder).block == "gemma2"
+    say(f"{slow}: the model runs in {'float32' if exceeds_float16 else 'float16'}")
+    return torch.float32 if exceeds_float16 else torch.float16
 
 
 def load_model(

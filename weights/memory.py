@@ -157,7 +157,7 @@ def check_fits(
     line = ", ".join(f"{part}: {decimal(size)}" for part, size in parts.items() if size)
     if memory.total > free:
         raise InputError(
-            f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a narrower"
-            " --dtype or a smaller --model"
+            f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a"
+            " shorter --context, a narrower --dtype or a smaller --model"
         )
     return line

@@ -196,7 +196,8 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
         )
     if config.max_positions < setting.positions:
         raise InputError(
-            f"{folder} has a context of {config.max_positions} tokens: lower --max-new-tokens"
+            f"{folder} has a context of {config.max_positions} tokens: lower --max-new-tokens or"
+            " --context"
         )
     model = accelerate(load_model(folder, setting.model.dtype, setting.model.device))
     return Drafting(

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from model import FULL, Decoder, KVCache, LayerPlan, Steps
+from model import Decoder, KVCache, LayerPlan, Steps
 from model.fast import PreparedDecoder, gpu_bits, static_capacity
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
@@ -162,13 +162,13 @@ class StaticStep:
         self.head = model.twins.head(plan.head)
         # Code is compiled for one module. So all layers run as one block, the template, to which
         # ``functional_call`` gives the weights of each. Its own are never read: it is a copy on the
-        # meta device, where they take no memory. Blocks in low bits are of other modules, so there
-        # is a template for each pair of kinds.
-        templates: dict[tuple[bool, ...], nn.Module] = {}
+        # meta device, where they take no memory. A kernel for low bits is another module, so there
+        # is a template for each kind of modules.
+        templates: dict[tuple[type, ...], nn.Module] = {}
         self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []  # of each layer
         for layer, pair in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = model.twins.block(layer, *pair)
-            kinds = tuple(bits not in (0, FULL) for bits in pair)
+            kinds = tuple(map(type, block.modules()))
             if kinds not in templates:
                 templates[kinds] = copy.deepcopy(block).to("meta")
             self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))

@@ -308,7 +308,8 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message:
 
 
 def test_a_grammar_needs_an_end_of_text_token() -> None:
-    assert "end-of-text" in refusal(Vocabulary, TOKENS, frozenset(), encode)
+    for ids in (frozenset(), frozenset({len(TOKENS)})):
+        assert "end-of-text" in refusal(Vocabulary, TOKENS, ids, encode)
 
 
 def test_a_tokenizer_that_changes_bytes_changes_no_mask() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from model import LayerPlan, Steps
+from model import LayerPlan, Steps, Twins
 from model.fast import gpu, static_capacity
 from model.fast.gpu import ROWS, StaticDecoder
 from tests.configs import FAMILIES
@@ -155,6 +155,29 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
         low, full = model(tokens, cache, 0, plan), model(tokens, cache, 0)
     torch.testing.assert_close(low, full, rtol=0, atol=1e-10)
     assert model.fast_bits == ()
+
+
+class Halved(torch.nn.Module):
+    """A product with weights of its own, as a kernel's are."""
+
+    def __init__(self, product: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("halved", product.weight / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.halved.T
+
+
+@torch.inference_mode()
+def test_a_layer_in_bits_with_a_kernel_stands_beside_one_in_bits_without() -> None:
+    model, tokens = static(), torch.tensor([[1, 2, 3]])
+    product = lambda linear, bits: linear if bits == 8 else Halved(linear)  # noqa: E731
+    model.model.twins = Twins(model.model, product)
+    plan = LayerPlan((4, 8, 4), (8, 4, 4))
+    found = model(tokens, model.new_cache(20), 0, plan)
+    assert model.trouble is None
+    expected = model.model(tokens, model.model.new_cache(20), 0, plan)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_with_the_line_that_says_why(monkeypatch):
         " free: 20.2 GB"
     )
     said = refusal(check_fits, needed, CPU)
-    assert said.startswith(f"the model does not fit on cpu: {line}; give fewer --max-new-tokens")
+    assert said.startswith(f"the model does not fit on cpu: {line}; give fewer --max-new-tokens, a")
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total)
     assert check_fits(needed, CPU) == line
 

@@ -26,7 +26,7 @@ from model import Decoder, InputError
 from model.fast import accelerate
 from training.corpus.sampling import sample_texts
 from training.corpus.stories import kept_story, story_request
-from weights.load import DTYPES, load_model, model_folder
+from weights.load import DTYPES, load_model, model_folder, pick_dtype
 from weights.tokenizer import Tokenizer
 
 NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
     ):
         add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
-    model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
+    model = accelerate(load_model(folder, pick_dtype(options.dtype, folder, device), device))
     while True:
         tokens = sum(len(tokenizer.encode_parts(story["response"])) for story in stories.values())
         say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")

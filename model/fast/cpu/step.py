@@ -2,9 +2,10 @@
 
 It has the order and the names of the readable blocks (``model.llama``, ``model.gemma2``). Numbers
 are float32; inputs of products and cache entries are rounded to the model's dtype. Three tasks run
-on all threads (``tasks``): the rounding of inputs, by row; products, by neuron; attention, by row
-and head. One thread computes a number from beginning to end, so its bits depend neither on the
-other rows nor on the number of threads.
+on all threads (``tasks``): the rounding of inputs, by row; products, by block of weights;
+attention, by chunk of a text and key head. A number is always the same sums in the same order, of
+which each is computed by one thread, so its bits depend neither on the other rows nor on the number
+of threads.
 """
 
 from typing import NamedTuple
