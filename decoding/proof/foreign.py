@@ -460,8 +460,8 @@ class Comparison:
         """
         if self.error >= 1:
             raise Refused(
-                f"the laws may differ by {self.error:.2g} by chance, as samples of so many results do:"
-                " give more --paths, or shorten the texts"
+                f"the laws may differ by {self.error:.2g} by chance: they are samples of too many"
+                " results, so give more --paths, or shorten the texts"
             )
         return self.distance <= bound + self.error
 

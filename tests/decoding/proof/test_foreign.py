@@ -278,7 +278,7 @@ def broken():
         ("users.py:plain users.py:wrong", 1, "total variation 0.15 (3 and 6 paths, enumerated)"),
         ("users.py:plain users.py:wrong", 1, "0.300000 │ 0.450000"),
         ("users.py:plain users.py:plain", 0, "total variation 0 (3 and 3 paths, enumerated)"),
-        ("users.py:long users.py:long --paths 20", 2, "give more --paths, or shorten the texts"),
+        ("users.py:long users.py:long --paths 20", 2, "so give more --paths, or shorten the texts"),
         ("users.py:plain users.py:noisy", 2, "randn cannot be enumerated"),
         ("users.py:plain users.py:broken", 2, "division by zero"),
         ("users.py:plain users.py:missing", 2, "has no function missing"),
