@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from cli.command_line import run_command
 from cli.files import explaining
 from cli.options import Groups, parser_of, within
 from cli.table import table
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
+from decoding.proof.judge import bar_of
 from model.errors import InputError
 
 OPTIONS: Groups = {
@@ -60,24 +60,22 @@ def function_of(name: str) -> Callable[[], Any]:
 def shown_law(name: str, paths: int) -> Law:
     """Law of a function, with a bar of the probability of the paths so far."""
     function = function_of(name)
-    hidden = not sys.stderr.isatty()
     with (
-        Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar,
+        bar_of(f"every outcome of {name.rpartition(':')[2]}") as progress,
         explaining(f"{name} failed", (Exception, SystemExit)),
     ):
-        task = bar.add_task(f"every outcome of {name.rpartition(':')[2]}", total=1.0)
-        return law_of(function, paths, lambda weight: bar.advance(task, weight))
+        return law_of(function, paths, progress)
 
 
 def judge(plain: str, speculative: str, bound: float, paths: int) -> int:
     """Print the distance of two laws, and where they differ the results that differ most; returns 1
-    there.
+    there. Raises Refused where sampling tells nothing.
     """
     found = Comparison(shown_law(plain, paths), shown_law(speculative, paths))
     counts = f"{found.plain.paths} and {found.speculative.paths} paths"
     how = "enumerated" if not found.error else f"sampled: up to {found.error:.2g} by chance"
     print(f"total variation {found.distance:.3g} ({counts}, {how})")
-    if found.distance <= bound + found.error:
+    if found.is_within(bound):
         return 0
     rows = [
         {"text": str(text), "plain": f"{p:.6f}", "speculative": f"{q:.6f}"}

@@ -18,12 +18,15 @@ are of real numbers, so a u that is exactly 0 is not seen.
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import ModuleType
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
@@ -59,14 +62,12 @@ MOVES = (
     *("narrow", "index_select", "gather", "take", "transpose", "permute"),
     *("clone", "contiguous", "detach"),
 )
-# of torch, beside those that are replaced
+# of torch, by name; ``states`` finds others
 REFUSED = (
     *("randn", "randn_like", "normal", "normal_", "randint", "randint_like", "random_", "randperm"),
     *("poisson", "binomial", "geometric_", "cauchy_", "log_normal_", "gumbel_softmax"),
 )
-PYTHON_REFUSED = ("choice", "choices", "sample", "shuffle", "randint", "randrange", "gauss")
-NUMPY_UNIFORM = ("random", "random_sample", "rand")
-NUMPY_REFUSED = ("choice", "randint", "randn", "normal", "multinomial", "shuffle", "default_rng")
+NUMPY_UNIFORM = ("random", "random_sample", "rand", "ranf", "sample")
 
 
 class Refused(InputError):
@@ -97,8 +98,13 @@ def as_noise(
 class Walk(Enumerator):
     """Enumerator of paths of code that draws numbers, which count from 0, uniform or others."""
 
-    def fresh(self, data: Tensor, kind: str) -> Noise:
-        """Noise of new numbers in the shape of a tensor."""
+    def fresh(self, kind: str, make: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
+        """Noise of new numbers in the tensor that a function makes. Where that draws, the generator
+        of torch stays as it was (see ``states``).
+        """
+        state = torch.get_rng_state()
+        data = make(*given, **named)
+        torch.default_generator.set_state(state)
         first = len(self.parts)
         ids = torch.arange(first, first + data.numel())
         self.parts |= dict.fromkeys(ids.tolist(), WHOLE)
@@ -191,14 +197,14 @@ def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: A
     bounds = named.get("from", 0), named.get("to", 1), *given[1:3]
     if function.__name__ == "uniform_" and not {*bounds} <= {0, 1}:
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
-    return walk.fresh(function(*given, **named), "u")
+    return walk.fresh("u", function, *given, **named)
 
 
 def exponential(
     walk: Walk, function: Callable[..., Tensor], data: Tensor, *rate: float, **named: Any
 ) -> Noise:
     """``exponential_`` of any rate: it does not change which token wins."""
-    return walk.fresh(function(data, *rate, **named), "E")
+    return walk.fresh("E", function, data, *rate, **named)
 
 
 DRAWS: dict[str, Callable[..., Any]] = {
@@ -222,26 +228,39 @@ def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
     match [name, *kinds]:
+        # u.item(), u.float()
         case [_, str(), *_] if name in CONVERSIONS:
             return noise
+        # u[0], u.view(-1), (u * q).T
         case [_, str(kind), *_] if name in MOVES and kind != "a race":
             ids = function(noise.ids, *given[1:], **named)
-            return as_noise(torch.empty(ids.shape), kind, ids, noise.factor)
+            factor = function(noise.factor.expand(noise.ids.shape), *given[1:], **named)
+            return as_noise(torch.empty(ids.shape), kind, ids, factor)
+        # u.log(), -u.log(), -(-u.log()).log()
         case [_, str(kind)] if (name, kind) in BECOMES and (noise.factor == 1).all():
             return as_noise(torch.empty(noise.shape), BECOMES[name, kind], noise.ids)
+        # u < p / q, p / q > u, u.log() <= p.log() - q.log()
         case [_, "u" | "log u", None] | [_, None, "u" | "log u"] if name in LESS + GREATER:
             return compare(walk, noise, other, is_below=(name in LESS) == (noise is given[0]))
+        # torch.searchsorted(p.cumsum(-1), u)
         case ["searchsorted", None, "u"]:
             return places(walk, other, noise)
+        # torch.minimum(u, largest), the largest number below 1: of real numbers, u itself
         case ["minimum", "u", None] if (other >= noise.factor * (1 - CLOSE)).all():
-            return noise  # at most a number that is just below its bound
+            return noise
+        # u * q, which p is compared with
         case ["mul" | "rmul" | "multiply", "u", None] | ["mul" | "multiply", None, "u"]:
             factor = noise.factor * torch.as_tensor(other, dtype=torch.float64)
-            return as_noise(torch.empty(noise.shape), "u", noise.ids, factor)
+            if (factor >= 0).all():  # a comparison divides by it
+                ids, factor = torch.broadcast_tensors(noise.ids, factor)
+                return as_noise(torch.empty(ids.shape), "u", ids, factor)
+        # p / e
         case ["truediv" | "div" | "divide", None, "E"] if not named:
             return race(noise, other)
+        # logits + g
         case ["add" | "radd", "G", None] | ["add", None, "G"] if not named:
             return race(noise, torch.as_tensor(other).double().softmax(-1))
+        # (p / e).argmax(-1)
         case ["argmax", "a race", *_]:
             return winners(walk, noise, *given[1:], **named)
     return NotImplemented
@@ -264,12 +283,11 @@ def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
 
 def places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
     """Place of each u in its row of sorted sums, int64 in the shape of the noise."""
-    ids = noise.ids.reshape(-1, noise.ids.shape[-1])
-    rows = (sums / noise.factor).expand(*noise.ids.shape[:-1], -1).reshape(len(ids), -1)
+    thresholds = sums[..., None, :] / noise.factor.expand(noise.ids.shape)[..., None]
+    numbers = noise.ids.flatten().tolist()
     found = [
-        sum(not walk.is_below(number, threshold) for threshold in row.tolist())
-        for row, numbers in zip(rows, ids.tolist(), strict=True)
-        for number in numbers
+        sum(not walk.is_below(number, threshold) for threshold in row)
+        for number, row in zip(numbers, thresholds.reshape(len(numbers), -1).tolist(), strict=True)
     ]
     return torch.tensor(found).view(noise.ids.shape)
 
@@ -297,12 +315,24 @@ def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = Fa
     return drawn[..., None] if keepdim else drawn
 
 
-def refusing(module: str, names: Sequence[str]) -> dict[str, mock.Mock]:
-    """Functions that refuse their call."""
-    return {
-        name: mock.Mock(side_effect=Refused(f"{module}.{name} cannot be enumerated"))
-        for name in names
-    }
+def refusing(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """All public functions and classes of a module by name, each replaced by one that refuses."""
+
+    def refuse(name: str, *given: Any, **named: Any) -> NoReturn:
+        raise Refused(f"{module.__name__}.{name} cannot be enumerated")
+
+    found = {}
+    for name in module.__all__:
+        known = getattr(module, name)
+        found[name] = partial(refuse, name)
+        if isinstance(known, type):  # a class still, so that isinstance takes it
+            new = staticmethod(found[name])
+            found[name] = type(name, (known,), {"__new__": new})
+    return found
+
+
+OF_PYTHON = refusing(random) | {"getstate": random.getstate}
+OF_NUMPY = refusing(np.random) | {"get_state": np.random.get_state}
 
 
 @contextmanager
@@ -310,34 +340,55 @@ def replaced(walk: Walk) -> Iterator[None]:
     """Context in which all random functions are those of the walk, or refused."""
 
     def uniforms(*shape: Any) -> Noise:
-        return walk.fresh(torch.empty(shape), "u")
+        return walk.fresh("u", torch.empty, shape)
 
-    def seed(*given: Any) -> None:
+    def seed(*given: Any, **named: Any) -> None:
         """Before the first draw a seed changes no law; later, numbers repeat."""
         if walk.forks or walk.parts:
-            raise Refused("torch.manual_seed after a draw cannot be enumerated: numbers repeat")
+            raise Refused("a seed or state set after a draw cannot be enumerated: numbers repeat")
 
-    of_python = {"random": uniforms} | refusing("random", PYTHON_REFUSED)
-    of_numpy = dict.fromkeys(NUMPY_UNIFORM, uniforms) | refusing("numpy.random", NUMPY_REFUSED)
+    of_python = OF_PYTHON | {"random": uniforms, "seed": seed, "setstate": seed}
+    of_numpy = OF_NUMPY | dict.fromkeys(NUMPY_UNIFORM, uniforms)
     with (
-        mock.patch.object(torch, "manual_seed", seed),
-        mock.patch.multiple(random, **of_python),
-        mock.patch.multiple(np.random, **of_numpy),
+        mock.patch.multiple(torch, manual_seed=seed, set_rng_state=seed),
+        mock.patch.dict(vars(random), of_python),
+        mock.patch.dict(vars(np.random), of_numpy | {"seed": seed, "set_state": seed}),
     ):
         yield
+
+
+def states() -> dict[str, bytes]:
+    """State of the generator of each library. A draw that was not replaced changes it: dropout, or
+    a function that was imported by its own name.
+    """
+    found = {
+        "torch": torch.get_rng_state().numpy(),
+        "random": random.getstate(),
+        "numpy.random": np.random.get_state(),
+    }
+    return {library: pickle.dumps(state) for library, state in found.items()}
 
 
 @dataclass(frozen=True)
 class Law:
     """Probabilities of the results of some code, found on this number of ``paths``.
 
-    ``error`` is 0 for an enumerated law; for a sampled one, the total variation to the true law
-    that it exceeds with probability 1 - ``CONFIDENCE``.
+    They are exact where the law was enumerated, and frequencies where it ``is_sampled``.
     """
 
     probs: dict[Hashable, float]
     paths: int
-    error: float = 0.0
+    is_sampled: bool = False
+
+    def error(self, results: int) -> float:
+        """Bound on the total variation to the true law, if that has this number of results: 0 where
+        it was enumerated. For a sampled law it holds with probability ``CONFIDENCE``, by the bound
+        of Weissman et al. 2003 for the L1 deviation.
+        """
+        if not self.is_sampled:
+            return 0.0
+        deviation = results * math.log(2) - math.log(1 - CONFIDENCE)
+        return math.sqrt(deviation / (2 * self.paths))
 
 
 def law_of(
@@ -348,8 +399,8 @@ def law_of(
     """Law of the result of ``run``, which must begin from the same state at each call.
 
     Tensors and lists count as tuples. ``progress`` is called with the probability of each path.
-    Above this number of paths as many runs are sampled instead: the error bound is that of
-    Weissman et al. 2003 for the L1 deviation. Raises Refused for code that cannot be enumerated.
+    Above this number of paths as many runs are sampled instead. Raises Refused for code that cannot
+    be enumerated.
     """
     walk = Walk()
     probs: defaultdict[Hashable, float] = defaultdict(float)
@@ -360,15 +411,21 @@ def law_of(
             return Law(dict(probs), count)
     source = random.Random(0)
     counts = Counter(result_of(run, SampledWalk(source)) for _ in range(paths))
-    deviation = len(counts) * math.log(2) - math.log(1 - CONFIDENCE)
-    sampled = {result: count / paths for result, count in counts.items()}
-    return Law(sampled, paths, math.sqrt(deviation / (2 * paths)))
+    return Law({result: count / paths for result, count in counts.items()}, paths, is_sampled=True)
 
 
 def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
-    """Result of a run on the walk's path."""
+    """Result of a run on the walk's path. Raises Refused where it draws in any other way."""
+    before = states()
     with replaced(walk), Replaced(walk):
-        return hashable(run())
+        result = hashable(run())
+    for library, state in states().items():
+        if state != before[library]:
+            raise Refused(
+                f"{library} is used where it cannot be followed: make models before the run, switch"
+                " dropout off, and write random.random, not from random import random"
+            )
+    return result
 
 
 def hashable(result: Any) -> Hashable:
@@ -391,8 +448,22 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Bound on the error of the distance: 0 where both laws were enumerated."""
-        return self.plain.error + self.speculative.error
+        """Bound on the error of the distance, if no result is possible but those found in one law
+        or the other: 0 where both were enumerated.
+        """
+        results = len(self.plain.probs.keys() | self.speculative.probs.keys())
+        return self.plain.error(results) + self.speculative.error(results)
+
+    def is_within(self, bound: float) -> bool:
+        """Whether the distance is at most ``bound`` and the error of sampling. Raises Refused where
+        no distance could be more.
+        """
+        if self.error >= 1:
+            raise Refused(
+                f"the laws may differ by {self.error:.2g} by chance: they are samples of too many"
+                " results, so give more --paths, or shorten the texts"
+            )
+        return self.distance <= bound + self.error
 
     def worst(self, count: int = 5) -> list[tuple[Hashable, float, float]]:
         """Results that differ most: the result, its plain and its speculative probability."""
@@ -405,10 +476,12 @@ class Comparison:
 def assert_lossless(
     plain: Callable[[], Any], speculative: Callable[[], Any], bound: float = 1e-6
 ) -> None:
-    """Assert that two functions have the same law, up to a total variation of ``bound``."""
+    """Assert that two functions have the same law, up to a total variation of ``bound``. Raises
+    Refused where that cannot be told.
+    """
     found = Comparison(law_of(plain), law_of(speculative))
     differing = "; ".join(f"{key}: {p:.6g}, not {q:.6g}" for key, p, q in found.worst(3))
-    assert found.distance <= bound + found.error, (
+    assert found.is_within(bound), (
         f"the laws have a total variation of {found.distance:.3g}: {differing}"
     )
 

@@ -7,7 +7,8 @@ FILE.py:Bigrams``.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,15 @@ def run_loop(
     return tuple(text.generated), text.finish
 
 
+@contextmanager
+def bar_of(title: str) -> Iterator[Callable[[float], None]]:
+    """A bar on a terminal, which is called with the probability of each path of draws."""
+    hidden = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda weight: bar.advance(task, weight)
+
+
 def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
     """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the
     loop is exact.
@@ -81,13 +91,10 @@ def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "rat
     tokens, and up to two minutes with a banned word: a bar shows the probability of the draws so
     far.
     """
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task("every outcome of every draw", total=1.0)
+    with bar_of("every outcome of every draw") as progress:
         law = output_law(
             lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),
             {"ratio": Enumerator, "race": RaceEnumerator}[coupling],
-            lambda weight: bar.advance(task, weight),
+            progress,
         )
     return total_variation(law, plain_law(model, request))

@@ -10,6 +10,13 @@ from decoding.text import Text, TokenBytes
 JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 
 
+def new_decoder() -> codecs.IncrementalDecoder:
+    """Decoder of the bytes of a growing text, in which a character may spread over tokens. After
+    tokens that are taken back it is to be ``reset``.
+    """
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
 class TextStream:
     """Stream of a growing text's new characters.
 
@@ -19,7 +26,7 @@ class TextStream:
 
     def __init__(self, text: Text) -> None:
         self.text = text
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.decoder = new_decoder()
         self.shown = text.prompt_bytes
 
     def pull(self, *, at_end: bool = False) -> str:

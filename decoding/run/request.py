@@ -86,10 +86,11 @@ def check_options(options: Namespace) -> None:
         check_place(place)
     of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
     has_prompt = any(map(vars(options).get, of_one_prompt)) or options.num_samples > 1
-    if sum(map(bool, (has_prompt, options.interactive, options.serve))) > 1:
+    is_alone = sum(map(bool, (has_prompt, options.interactive, options.serve))) <= 1
+    if not is_alone or (options.serve and options.trace):
         raise InputError(
             "--serve and --interactive stand alone: they take no prompt, --num-samples, --compare,"
-            " --html, --svg or --json"
+            " --html, --svg or --json, and --serve no --trace"
         )
     if options.together != TOGETHER and not options.serve:
         raise InputError("--together is for --serve: leave it out")

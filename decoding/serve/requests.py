@@ -1,8 +1,9 @@
 """Requests: pydantic models of their JSON bodies, and their reader.
 
-Each field is checked once. Those of OpenAI's API are checked by the models here, and a field that
-is unknown is refused by them. Options of the command line are checked as in a call from Python:
-their types by ``merge_options``, their ranges by ``TextOptions``.
+Each field is checked once. Those of OpenAI's API are checked by the models here. They refuse an
+unknown field, of a message too, unless it has no effect, such as null. Options of the command line
+are checked as in a call from Python: their types by ``merge_options``, their ranges by
+``TextOptions``.
 """
 
 import json
@@ -37,7 +38,7 @@ from weights.tokenizer import Tokenizer
 
 MAX_GAMMA = 32
 # Options of the command line that a request may give: those of Python, without files and folders.
-OPTIONS = {field.name for field in fields(SamplingParams)} | {
+REQUESTABLE = {field.name for field in fields(SamplingParams)} | {
     *("seed", "coupling", "stop", "ban", "schema_prompt"),
     *("draft", "exit_layer", "gamma", "adaptive", "min_target_confidence"),
 }
@@ -92,16 +93,36 @@ def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
-class TextPart(BaseModel):
+class Body(BaseModel):
+    """JSON object whose unknown fields are refused, unless they have no effect: clients send back
+    the answers that they received with ``"refusal": null``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_neutral_fields(cls, body: Any) -> Any:
+        """The body without unknown fields that have no effect."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if name in cls.model_fields or not is_neutral(name, value)
+        }
+
+
+class TextPart(Body):
     """Part of a message: text, the only kind that a model here reads."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Body):
     """Message of a chat. A ``content`` that is a string becomes a list of one part, and the role
-    "developer" becomes "system".
+    "developer" becomes "system". The ``name`` of a participant is not told to the model.
     """
 
     role: Annotated[
@@ -115,6 +136,7 @@ class Message(BaseModel):
         ),
         Field(min_length=1),
     ]
+    name: str | None = None
 
     @property
     def text(self) -> str:
@@ -168,10 +190,10 @@ def structured(response_format: Any) -> Any:
     )
 
 
-class TextBody(create_model("Options", **dict.fromkeys(OPTIONS, (Any, None)))):
+class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(REQUESTABLE, (Any, None)))):
     """Fields of every request: those of OpenAI's API, and options of the command line."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -180,23 +202,11 @@ class TextBody(create_model("Options", **dict.fromkeys(OPTIONS, (Any, None)))):
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def without_neutral_fields(cls, body: Any) -> Any:
-        """The body without unknown fields that have no effect."""
-        if not isinstance(body, dict):
-            return body
-        return {
-            name: value
-            for name, value in body.items()
-            if name in cls.model_fields or not is_neutral(name, value)
-        }
-
     def options(self) -> dict[str, Any]:
         """The options of the command line that the body gives, unchecked. Raises InputError for
         several grammars, and for one that is too long.
         """
-        given = self.model_dump(include=OPTIONS, exclude_none=True)
+        given = self.model_dump(include=REQUESTABLE, exclude_none=True)
         for name in ("stop", "ban"):
             if isinstance(given.get(name), str):
                 given[name] = [given[name]]

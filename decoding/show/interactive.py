@@ -55,7 +55,8 @@ class Terminal:
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written."""
         if self.shows_trace:
-            with LiveTrace(Console(), self.session.labels) as live:
+            grammar = bool(self.session.request.asked.rules.grammar)
+            with LiveTrace(Console(), self.session.labels, grammar=grammar) as live:
                 self.chat.say(line, readers=[live.add])
             return
         try:

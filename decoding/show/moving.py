@@ -8,7 +8,6 @@ that appears at one moment and may disappear at a later one. Each period begins 
 run, which is also shown where nothing can move; then both texts vanish and are written again.
 """
 
-import codecs
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from decoding.rounds import Round
-from decoding.run.characters import Labels, visible
+from decoding.run.characters import Labels, new_decoder, visible
 from decoding.run.writer import Sample
 
 TEMPLATE = Path(__file__).with_name("moving.svg")
@@ -82,7 +81,7 @@ class Lane:
     def __init__(self, sample: Sample, verifying: float, labels: Labels) -> None:
         """``verifying``: seconds of a round that its draft does not take."""
         self.labels = labels
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.decoder = new_decoder()
         self.pieces: list[Piece] = []
         self.kept = [Piece("", "own", 0, 0, 0.0)]  # of the text, after an empty one
         self.rejected: list[Piece] = []  # of the last round that has any

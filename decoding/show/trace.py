@@ -6,7 +6,6 @@ replace colours.
 
 from __future__ import annotations
 
-import codecs
 import time
 from itertools import groupby
 from operator import itemgetter
@@ -16,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from decoding.rounds import Round
-from decoding.run.characters import Labels, visible
+from decoding.run.characters import Labels, new_decoder, visible
 
 PAUSE = 0.06  # seconds for which a draft is shown before its verdict
 # verdict -> its name in the legend, its style, and the signs around it where there are no colours
@@ -50,7 +49,7 @@ class LiveTrace:
             console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )
         # of the tokens that are kept
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.decoder = new_decoder()
         self.line = Text()  # the last line of the text
         self.legend = Text(" ").join(
             self._styled(name, verdict)

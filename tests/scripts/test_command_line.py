@@ -108,6 +108,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a " * 300], "shorten the prompt"),
         (["a " * 30, "--context", "20"], "of which 20 are used: shorten the prompt or raise --co"),
         (["a", "--context", "-1"], "--context must be at least 1"),
+        (["--serve", "0", "--trace"], "and --serve no --trace"),
         (["--interactive", "--json"], "--serve and --interactive stand alone"),
         (["--serve", "0", "--together", "0"], "--together: must be from 1 to 65536, found 0"),
         (["--serve", "0", "--interactive"], "--serve and --interactive stand alone"),

@@ -5,11 +5,13 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from random import uniform as uniform_by_name
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.random import permutation as permutation_by_name
 from torch import Tensor
 from torch.distributions import Categorical
 
@@ -66,7 +68,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_by_any_of_these_functions_has_its_law(name: str) -> None:
     law = law_of(DRAWS[name])
-    assert law.error == 0
+    assert not law.is_sampled
     assert law.probs == pytest.approx({0: 0.5, 1: 0.3, 2: 0.2}, abs=1e-7)
 
 
@@ -84,6 +86,26 @@ def test_a_number_that_decides_twice_decides_alike() -> None:
         return bool(u[0] < 0.5), bool(u.clone()[0] < 0.25)
 
     assert law_of(run).probs == {(True, True): 0.25, (True, False): 0.25, (False, False): 0.5}
+
+
+def test_a_number_keeps_its_factor_where_it_moves() -> None:
+    factors = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    law = law_of(lambda: (torch.rand(2, 2) * factors).T[0, 1].item() < 1)
+    assert law.probs == {True: 0.25, False: 0.75}
+
+
+def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> None:
+    """All but those that return the state."""
+    for module, known in ((random, "getstate"), (np.random, "get_state")):
+        before = vars(module).copy()
+        names = {*module.__all__} - {known}
+        kept = law_of(lambda: [name for name in names if vars(module)[name] is before[name]])  # noqa: B023
+        assert kept.probs == {(): 1.0} and vars(module) == before
+
+
+def test_functions_that_draw_nothing_are_not_refused() -> None:
+    run = lambda: torch.nn.functional.dropout(P, training=False).multinomial(1).item()  # noqa: E731
+    assert law_of(run).probs[0] == pytest.approx(0.5)
 
 
 def test_rows_and_samples_are_independent() -> None:
@@ -114,7 +136,17 @@ def test_rows_and_samples_are_independent() -> None:
         (lambda: torch.rand(1).lt_(0.5), "lt_ of u"),
         (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
         (lambda: random.choice([1, 2]), "random.choice"),
-        (lambda: (torch.rand(1), torch.manual_seed(0)), "manual_seed after a draw"),
+        (lambda: (torch.rand(1), torch.manual_seed(0)), "seed or state set after a draw"),
+        (lambda: (random.random(), random.seed(0)), "seed or state set after a draw"),
+        (lambda: random.uniform(0, 1), "random.uniform"),
+        (lambda: random.expovariate(1), "random.expovariate"),
+        (lambda: random.Random(0), "random.Random"),
+        (lambda: np.random.permutation(3), "numpy.random.permutation"),
+        (lambda: np.random.RandomState(0), "numpy.random.RandomState"),
+        (lambda: torch.nn.functional.dropout(P).argmax(), "torch is used where"),
+        (lambda: uniform_by_name(0, 1) < 0.5, "random is used where"),
+        (lambda: permutation_by_name(3)[0], "numpy.random is used where"),
+        (lambda: torch.rand(1) * -1 > -0.3, "mul of u"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng"),
         (lambda: torch.empty(2).uniform_(0, 2), "uniform_ cannot be enumerated but from 0 to 1"),
     ],
@@ -130,7 +162,15 @@ def test_a_law_of_too_many_paths_is_sampled_with_an_error_that_holds() -> None:
     run = lambda: torch.multinomial(P, 6, replacement=True)[:2]  # noqa: E731
     law = law_of(run, paths=700)
     exact = {(a, b): (P[a] * P[b]).item() for a in range(3) for b in range(3)}
-    assert 0 < total_variation(law.probs, exact) < law.error < 0.1
+    assert 0 < total_variation(law.probs, exact) < law.error(len(exact)) < 0.1
+
+
+def test_laws_of_too_many_results_for_their_samples_are_not_judged() -> None:
+    many = lambda: torch.multinomial(P, 6, replacement=True)  # noqa: E731
+    sampled = law_of(many, paths=50)
+    for other in (sampled, law_of(many)):  # 3 ** 6 results
+        with pytest.raises(Refused, match=r"may differ by .* by chance"):
+            Comparison(sampled, other).is_within(1e-6)
 
 
 def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> None:
@@ -221,6 +261,9 @@ def wrong():
         return drafted.item()
     return torch.multinomial(P, 1).item()
 
+def long():
+    return torch.multinomial(P, 9, replacement=True).tolist()
+
 def noisy():
     return torch.randn(3).argmax().item()
 
@@ -235,6 +278,7 @@ def broken():
         ("users.py:plain users.py:wrong", 1, "total variation 0.15 (3 and 6 paths, enumerated)"),
         ("users.py:plain users.py:wrong", 1, "0.300000 │ 0.450000"),
         ("users.py:plain users.py:plain", 0, "total variation 0 (3 and 3 paths, enumerated)"),
+        ("users.py:long users.py:long --paths 20", 2, "so give more --paths, or shorten the texts"),
         ("users.py:plain users.py:noisy", 2, "randn cannot be enumerated"),
         ("users.py:plain users.py:broken", 2, "division by zero"),
         ("users.py:plain users.py:missing", 2, "has no function missing"),

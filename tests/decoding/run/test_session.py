@@ -258,6 +258,15 @@ def test_a_conversation_at_a_terminal(
     )
 
 
+def test_the_trace_at_a_terminal_names_what_a_grammar_forces(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, is_named in (([], False), (["--regex", "the (fox|hen) ran"], True)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+        said = run(*TERMINAL, "--trace", *options)
+        assert said.status == 0 and ("forced by the grammar" in said.out) == is_named
+
+
 def test_the_end_of_input_ends_a_conversation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert run(*TERMINAL).status == 0

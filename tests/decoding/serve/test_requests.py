@@ -116,3 +116,26 @@ def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(
 
 def draft_of(reader: RequestReader, **fields: Any) -> DraftOptions:
     return read(reader, CompletionBody, prompt="a", **fields).options.draft
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (MESSAGE | {"tool_calls": [{"id": "1"}]}, "messages.0.tool_calls"),
+        (MESSAGE | {"weight": 1}, "messages.0.weight"),
+        (MESSAGE | {"content": [{"type": "text", "text": "a", "detail": "low"}]}, "detail"),
+    ],
+)
+def test_unknown_fields_of_messages_are_refused(
+    message: dict[str, Any], field: str, reader: RequestReader
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        read(reader, ChatBody, messages=[message])
+    told = refusal(caught.value)[1]["error"]["message"]
+    assert field in told and told.endswith("it is not supported: leave it out")
+
+
+def test_messages_are_taken_as_clients_send_them_back(reader: RequestReader) -> None:
+    empty = {"refusal": None, "tool_calls": None, "annotations": [], "audio": None, "name": "fox"}
+    told = read(reader, ChatBody, messages=[MESSAGE | empty]).ids
+    assert told == read(reader, ChatBody, messages=[MESSAGE]).ids
