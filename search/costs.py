@@ -246,8 +246,10 @@ def measured_plans(layers: int, bits: Collection[int]) -> list[LayerPlan]:
 
 
 def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
-    """Drafts of the target under a layer plan. Unlike ``by_plan`` this keeps no low-bit copies on
-    disk, where those of most measured plans would never be read again.
+    """Drafts of the target under a layer plan, with exactly its bits, of which the costs are asked.
+
+    Unlike ``by_plan`` this changes no bits of the head, and keeps no low-bit copies on disk, where
+    those of most measured plans would never be read again.
     """
     model = setting.model
     model.prepare(chosen.plan)
