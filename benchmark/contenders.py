@@ -24,6 +24,7 @@ from weights.load import model_folder
 
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
+ADAPTIVE = ", adaptive"  # ends the names of drafts with the adaptive exit
 LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # their packages
 
 
@@ -47,12 +48,13 @@ Contender = Callable[[list[int], int], Written]
 class DraftContender:
     """Way to draft, a row of the tables.
 
-    ``steps_of``: the draft by one model whose draft steps it makes, itself or the one without the
-    adaptive exit. None for lookup, which makes none, and for --draft auto, which makes several.
+    ``by_model``: one model makes all its draft steps, unlike those of lookup and --draft auto.
+    ``adaptive``: it has the adaptive exit.
     """
 
     drafting: Drafting
-    steps_of: str | None = None
+    by_model: bool = False
+    adaptive: bool = False
 
 
 @dataclass
@@ -74,11 +76,13 @@ class Bench:
 
     @cached_property
     def costs(self) -> dict[str, CostTable]:
-        """Cost table of lookup and of each draft that one model makes, measured at its first
-        use.
+        """Cost table of lookup and of each draft by one model without the adaptive exit, measured
+        at its first use.
         """
         by_model = {
-            name: draft.drafting for name, draft in self.drafts.items() if draft.steps_of == name
+            name: draft.drafting
+            for name, draft in self.drafts.items()
+            if draft.by_model and not draft.adaptive
         }
         prompts = [ids for _, ids in self.prompts]
         longest = LONGEST_VERIFICATION - 1
@@ -86,9 +90,10 @@ class Bench:
         return dict(zip(("lookup", *by_model), tables, strict=True))
 
     def costs_of(self, name: str) -> CostTable | None:
-        """Cost table of a draft's rounds; None for a name of no draft, and for --draft auto."""
-        draft = self.drafts.get(name)
-        return self.costs.get(draft.steps_of or name) if draft else None
+        """Cost table of a draft's rounds, which the adaptive exit does not change; None for a name
+        of no draft, and for --draft auto.
+        """
+        return self.costs.get(name.removesuffix(ADAPTIVE)) if name in self.drafts else None
 
 
 def decode(
@@ -118,15 +123,15 @@ def find_drafts(
     if draft_model:
         by_model["model"] = DraftOptions("model", draft_model=draft_model)
 
-    def draft(options: DraftOptions, steps_of: str | None = None) -> DraftContender:
+    def draft(options: DraftOptions, by_model: bool = False) -> DraftContender:
         drafting = setting.drafting(options, setting.params)
         drafting.preparation.work()
-        return DraftContender(drafting, steps_of)
+        return DraftContender(drafting, by_model, bool(options.adaptive))
 
     found = {"lookup": draft(DraftOptions("lookup"))}
     for name, options in by_model.items():
-        found[name] = draft(options, name)
-        found[f"{name}, adaptive"] = draft(replace(options, adaptive=True), name)
+        found[name] = draft(options, by_model=True)
+        found[name + ADAPTIVE] = draft(replace(options, adaptive=True), by_model=True)
     found["auto"] = draft(DraftOptions("auto"))
     # A plan of which no draft pays has length 0.
     return {name: each for name, each in found.items() if each.drafting.new_policy().gamma}
