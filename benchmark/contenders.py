@@ -22,7 +22,8 @@ from decoding.verify import Coupling
 from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
-LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
+# of prompts of which the first token is timed
+LENGTHS = (64, 256, 1024, 2048, 4096, 8192)
 LONGEST_VERIFICATION = 16  # tokens
 ADAPTIVE = ", adaptive"  # ends the names of drafts with the adaptive exit
 LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # their packages

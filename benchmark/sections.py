@@ -39,12 +39,16 @@ from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from search.costs import CostTable
 
+# by the section that they belong to: speed
 WARM_UP_TOKENS = 8  # of a text of each contender
-QUICK_LENGTH = 1024  # of the longest prompt of which the first token is timed under --quick
+# first-token
+LONGEST_IF_QUICK = 1024  # of LENGTHS, under --quick
+# structured
 SCHEMAS = Path(__file__).with_name("schemas.json")
 STRUCTURED_TOKENS = 256  # of the longest text
 STRUCTURED_TURNS = 5  # texts of each draft and schema
 STRUCTURED_POSITIONS = 1024  # with the prompt, which names the schema
+# together
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
 
 
@@ -193,7 +197,7 @@ def write_together(
 def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
     model = bench.setting.model
-    longest = min(model.max_positions, QUICK_LENGTH if bench.quick else LENGTHS[-1])
+    longest = min(model.max_positions, LONGEST_IF_QUICK if bench.quick else LENGTHS[-1])
     ours = partial(decode, Writer(model, longest), bench.setting, plain(model))
     contenders = {"plain": ours}
     contenders |= {name: write for name, write in bench.libraries.items() if name in LIBRARIES}
