@@ -45,19 +45,6 @@ class Written:
 Contender = Callable[[list[int], int], Written]
 
 
-@dataclass(frozen=True)
-class DraftContender:
-    """Way to draft, a row of the tables.
-
-    ``by_model``: one model makes all its draft steps, unlike those of lookup and --draft auto.
-    ``adaptive``: it has the adaptive exit.
-    """
-
-    drafting: Drafting
-    by_model: bool = False
-    adaptive: bool = False
-
-
 @dataclass
 class Bench:
     """Input of every section.
@@ -69,7 +56,7 @@ class Bench:
 
     setting: Setting
     prompts: list[tuple[str, list[int]]]
-    drafts: dict[str, DraftContender]
+    drafts: dict[str, Drafting]
     libraries: dict[str, Contender]
     max_new_tokens: int
     exit_layers: Sequence[int] = ()
@@ -77,13 +64,13 @@ class Bench:
 
     @cached_property
     def costs(self) -> dict[str, CostTable]:
-        """Cost table of lookup and of each draft by one model without the adaptive exit, measured
-        at its first use.
+        """Cost tables, measured at their first use: of lookup, whose drafts cost nothing, and of
+        each draft by one model. Rounds with the adaptive exit are taken to cost the same.
         """
         by_model = {
-            name: draft.drafting
+            name: draft
             for name, draft in self.drafts.items()
-            if draft.by_model and not draft.adaptive
+            if name not in ("lookup", "auto") and not name.endswith(ADAPTIVE)
         }
         prompts = [ids for _, ids in self.prompts]
         longest = LONGEST_VERIFICATION - 1
@@ -91,9 +78,7 @@ class Bench:
         return dict(zip(("lookup", *by_model), tables, strict=True))
 
     def costs_of(self, name: str) -> CostTable | None:
-        """Cost table of a draft's rounds, which the adaptive exit does not change; None for a name
-        of no draft, and for --draft auto.
-        """
+        """Cost table of a draft's rounds; None for a name of no draft, and for --draft auto."""
         return self.costs.get(name.removesuffix(ADAPTIVE)) if name in self.drafts else None
 
 
@@ -109,7 +94,7 @@ def decode(
 
 def find_drafts(
     setting: Setting, exit_layers: Sequence[int] = (), draft_model: str | None = None
-) -> dict[str, DraftContender]:
+) -> dict[str, Drafting]:
     """Drafts, with their low-bit copies: lookup, early exits, by default a middle and a late one,
     all layers in low bits, the plan in the model's folder and the draft model, if any, and --draft
     auto; those by one model also with the adaptive exit.
@@ -123,19 +108,17 @@ def find_drafts(
         by_model["plan.json"] = DraftOptions("skip")
     if draft_model:
         by_model["model"] = DraftOptions("model", draft_model=draft_model)
-
-    def draft(options: DraftOptions, by_model: bool = False) -> DraftContender:
-        drafting = setting.drafting(options, setting.params)
-        drafting.preparation.work()
-        return DraftContender(drafting, by_model, bool(options.adaptive))
-
-    found = {"lookup": draft(DraftOptions("lookup"))}
+    asked = {"lookup": DraftOptions("lookup")}
     for name, options in by_model.items():
-        found[name] = draft(options, by_model=True)
-        found[name + ADAPTIVE] = draft(replace(options, adaptive=True), by_model=True)
-    found["auto"] = draft(DraftOptions("auto"))
+        asked[name] = options
+        asked[name + ADAPTIVE] = replace(options, adaptive=True)
+    asked["auto"] = DraftOptions("auto")
+    found = {}
+    for name, options in asked.items():
+        found[name] = setting.drafting(options, setting.params)
+        found[name].preparation.work()
     # A plan of which no draft pays has length 0.
-    return {name: each for name, each in found.items() if each.drafting.new_policy().gamma}
+    return {name: each for name, each in found.items() if each.new_policy().gamma}
 
 
 def transformers_contenders(

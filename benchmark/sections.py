@@ -73,8 +73,7 @@ def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
     setting = bench.setting
     writer = Writer(setting.model, setting.positions)
-    ways = {"plain": writer.plain}
-    ways |= {name: draft.drafting for name, draft in bench.drafts.items()}
+    ways = {"plain": writer.plain, **bench.drafts}
     ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
     texts = time_texts(bench, ours | bench.libraries)
     return [speed_row(bench, name, found, texts["plain"]) for name, found in texts.items()]
@@ -147,7 +146,7 @@ def together_section(bench: Bench) -> list[Row]:
         name for name in ("model", *exits, "low bits", *bench.drafts) if name in bench.drafts
     )
     ways = {"plain": plain(model)}
-    ways |= {name: bench.drafts[name].drafting for name in (draft, "auto")}
+    ways |= {name: bench.drafts[name] for name in (draft, "auto")}
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = partial(decode, Writer(model, setting.positions), setting, ways["plain"])
     texts = [alone(prompt, bench.max_new_tokens).tokens for prompt in prompts]
@@ -242,10 +241,8 @@ def structured_section(bench: Bench) -> list[Row]:
         lambda cache: ForcedTokens(model.vocab_size, model.device),
         lambda: FixedLength(LONGEST_VERIFICATION - 1),
     )
-    drafts = {"forced": forced}
-    for name in ("low bits", "auto"):
-        if name in bench.drafts:
-            drafts[name] = bench.drafts[name].drafting
+    others = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
+    drafts = {"forced": forced, **others}
     ways = {"plain": writer.plain, **drafts}
     turns = 2 if bench.quick else 1 + STRUCTURED_TURNS
     rows: list[Row] = []
