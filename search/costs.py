@@ -128,13 +128,16 @@ def measure_costs(
     prompts = [prompt[:room] for prompt in random.Random(0).sample(prompts, len(prompts))]
     writer = Writer(model, max(map(len, prompts)) + tokens)
     plain_text = KnownText(model.vocab_size, model.device)
-    # by the name of the known text or the number of a draft, and the length of its rounds
+    # by the name of the known text or the number of a draft, and by length; with the texts' tokens
     ways = {
-        ("known", length): Drafting("known", lambda cache: plain_text, partial(FixedLength, length))
+        ("known", length): (
+            Drafting("known", lambda cache: plain_text, partial(FixedLength, length)),
+            tokens,
+        )
         for length in range(1, longest + 1)
     }
     ways |= {
-        (number, length): at_length(draft, length)
+        (number, length): (at_length(draft, length), ROUNDS * (length + 1))
         for number, draft in enumerate(drafts)
         for length in (1, lengths[number])
     }
@@ -144,13 +147,13 @@ def measure_costs(
         write_timed(writer, setting, writer.plain, tokens)  # slower, after the prompt
         # the plain text is the draft of the rounds that measure verification
         plain_text.known, plain = write_timed(writer, setting, writer.plain, tokens)
-        for (name, length), way in ways.items():
-            count = tokens if name == "known" else ROUNDS * (length + 1)
+        for measured, (way, count) in ways.items():
             _, seconds = write_timed(writer, setting, way, count)
-            ratios[name, length].append(seconds / plain)
+            ratios[measured].append(seconds / plain)
     # the first turn warms up
-    cost = {key: statistics.median(each[1:]) for key, each in ratios.items()}
-    known = CostTable(0.0, (1.0, *(cost["known", n] for n in range(1, longest + 1))))
+    cost = {measured: statistics.median(each[1:]) for measured, each in ratios.items()}
+    verify = [cost["known", length] for length in range(1, longest + 1)]
+    known = CostTable(0.0, (1.0, *verify))
     return [known] + [
         draft_costs(known, cost[number, 1], cost[number, length], length)
         for number, length in enumerate(lengths)
