@@ -95,12 +95,12 @@ def expected_rounds(
     has_full_length = np.arange(longest + 1)[:, None, None, None] == np.array(gammas)
     shape = (longest + 1, len(lengths), len(thresholds), len(gammas))
     on_text, off_text, rounds, accepted, rejected = np.zeros((5, *shape))
-    # without the depth
+    # [text, threshold, draft length]
     begin = np.ones(shape[1:])
     begin_next = np.zeros(shape[1:])
     for token in range(lengths.max() + longest):
         is_written = token < lengths
-        # of this token, [depth, text, threshold, any draft length]; beyond the last one, the last
+        # Index of this token, or the last one, in a table: gives [depth, text, threshold, 1].
         at_token = (..., min(token, lengths.max() - 1), slice(None), None)
         on_text[0] = begin * is_written
         # A draft beyond the end of a text is off it.
@@ -109,7 +109,7 @@ def expected_rounds(
         # 1. Drafts that end before this token are counted at the depth that they have reached.
         ends = has_full_length | (token >= limits - 1)
         rounds += (on_text + off_text) * ends
-        bonus = (on_text * ends).sum(axis=0)  # summed over the depths: [text, threshold, length]
+        bonus = (on_text * ends).sum(axis=0)  # over the depths, as in begin
         on_text = on_text * ~ends
         off_text = off_text * ~ends
         # 2. The others draft it: the text's token, or another one, with which they leave the text.
