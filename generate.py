@@ -12,9 +12,9 @@ import sys
 from cli.command_line import run_command
 from cli.files import explaining
 from decoding.run.compare import comparison
-from decoding.run.options import make_parser, merge_options
+from decoding.run.options import make_parser
 from decoding.run.request import Request
-from decoding.run.session import Session
+from decoding.run.session import Session, load
 from decoding.run.together import Scheduler
 from decoding.run.writer import Sample
 from decoding.show.interactive import converse
@@ -68,12 +68,6 @@ def write(session: Session) -> None:
             output.write_picture(writer.again(first, writer.plain))
     finally:  # complete samples are printed, also after Ctrl-C or an error
         output.close()
-
-
-def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
-    """A loaded model, with the options of the command line: see ``Session``. Raises InputError."""
-    known = make_parser().parse_args(["--interactive"])  # prompts are given later
-    return Session(Request(merge_options(known, {"model": model} | options)))
 
 
 def generate(model: str, prompt: str, **options: object) -> Sample:

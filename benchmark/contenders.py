@@ -22,8 +22,10 @@ from decoding.verify import Coupling
 from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
-LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
+# of prompts of which the first token is timed
+LENGTHS = (64, 256, 1024, 2048, 4096, 8192)
 LONGEST_VERIFICATION = 16  # tokens
+ADAPTIVE = ", adaptive"  # ends the names of drafts with the adaptive exit
 LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # their packages
 
 
@@ -43,18 +45,6 @@ class Written:
 Contender = Callable[[list[int], int], Written]
 
 
-@dataclass(frozen=True)
-class DraftContender:
-    """Way to draft, a row of the tables.
-
-    ``steps_of``: the draft by one model whose draft steps it makes, itself or the one without the
-    adaptive exit. None for lookup, which makes none, and for --draft auto, which makes several.
-    """
-
-    drafting: Drafting
-    steps_of: str | None = None
-
-
 @dataclass
 class Bench:
     """Input of every section.
@@ -66,7 +56,7 @@ class Bench:
 
     setting: Setting
     prompts: list[tuple[str, list[int]]]
-    drafts: dict[str, DraftContender]
+    drafts: dict[str, Drafting]
     libraries: dict[str, Contender]
     max_new_tokens: int
     exit_layers: Sequence[int] = ()
@@ -74,11 +64,13 @@ class Bench:
 
     @cached_property
     def costs(self) -> dict[str, CostTable]:
-        """Cost table of lookup and of each draft that one model makes, measured at its first
-        use.
+        """Cost tables, measured at their first use: of lookup, whose drafts cost nothing, and of
+        each draft by one model. Rounds with the adaptive exit are taken to cost the same.
         """
         by_model = {
-            name: draft.drafting for name, draft in self.drafts.items() if draft.steps_of == name
+            name: draft
+            for name, draft in self.drafts.items()
+            if name not in ("lookup", "auto") and not name.endswith(ADAPTIVE)
         }
         prompts = [ids for _, ids in self.prompts]
         longest = LONGEST_VERIFICATION - 1
@@ -87,8 +79,7 @@ class Bench:
 
     def costs_of(self, name: str) -> CostTable | None:
         """Cost table of a draft's rounds; None for a name of no draft, and for --draft auto."""
-        draft = self.drafts.get(name)
-        return self.costs.get(draft.steps_of or name) if draft else None
+        return self.costs.get(name.removesuffix(ADAPTIVE)) if name in self.drafts else None
 
 
 def decode(
@@ -103,7 +94,7 @@ def decode(
 
 def find_drafts(
     setting: Setting, exit_layers: Sequence[int] = (), draft_model: str | None = None
-) -> dict[str, DraftContender]:
+) -> dict[str, Drafting]:
     """Drafts, with their low-bit copies: lookup, early exits, by default a middle and a late one,
     all layers in low bits, the plan in the model's folder and the draft model, if any, and --draft
     auto; those by one model also with the adaptive exit.
@@ -117,19 +108,17 @@ def find_drafts(
         by_model["plan.json"] = DraftOptions("skip")
     if draft_model:
         by_model["model"] = DraftOptions("model", draft_model=draft_model)
-
-    def draft(options: DraftOptions, steps_of: str | None = None) -> DraftContender:
-        drafting = setting.drafting(options, setting.params)
-        drafting.preparation.work()
-        return DraftContender(drafting, steps_of)
-
-    found = {"lookup": draft(DraftOptions("lookup"))}
+    asked = {"lookup": DraftOptions("lookup")}
     for name, options in by_model.items():
-        found[name] = draft(options, name)
-        found[f"{name}, adaptive"] = draft(replace(options, adaptive=True), name)
-    found["auto"] = draft(DraftOptions("auto"))
+        asked[name] = options
+        asked[name + ADAPTIVE] = replace(options, adaptive=True)
+    asked["auto"] = DraftOptions("auto")
+    found = {}
+    for name, options in asked.items():
+        found[name] = setting.drafting(options, setting.params)
+        found[name].preparation.work()
     # A plan of which no draft pays has length 0.
-    return {name: each for name, each in found.items() if each.drafting.new_policy().gamma}
+    return {name: each for name, each in found.items() if each.new_policy().gamma}
 
 
 def transformers_contenders(

@@ -10,12 +10,11 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
 from benchmark.contenders import load_llama_cpp
-from benchmark.timing import timed
+from benchmark.timing import POSITION, timed
 from cli.table import Row
 from model import Decoder, InputError, ModelConfig
 
-POSITION = 128  # of the steps that are timed
-REPEATS = 9
+STEPS = 9  # that are timed, one after another
 
 
 def check_llama_cpp(config: ModelConfig, dtype: torch.dtype) -> None:
@@ -69,10 +68,10 @@ def llama_cpp_costs(model: Decoder, prompt: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "shape.gguf")
         write_gguf(model, path)
-        theirs = load_llama_cpp(str(path), prompt + REPEATS, model.device)
+        theirs = load_llama_cpp(str(path), prompt + STEPS, model.device)
         theirs.eval([0] * POSITION)
         step = partial(theirs.eval, [0])
-        seconds = [timed(step, model.device)[1] for _ in range(REPEATS)]
+        seconds = [timed(step, model.device)[1] for _ in range(STEPS)]
         theirs.reset()
         _, first = timed(partial(theirs.eval, [0] * prompt), model.device)
     return {

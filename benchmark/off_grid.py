@@ -21,14 +21,13 @@ from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate
-from model.quantise import GROUP
+from model.quantise import GROUP, LEVELS
 from search.texts import PROMPTS, Continuation
 from training.corpus.sampling import sample_texts
 from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
-LEVELS = 15  # steps of a four-bit grid
 TOKENS = 48  # of each text
 TEXTS = 8  # sets of texts that the inputs are measured on
 

@@ -39,12 +39,16 @@ from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from search.costs import CostTable
 
+# by the section that they belong to: speed
 WARM_UP_TOKENS = 8  # of a text of each contender
-QUICK_LENGTH = 1024  # of the longest prompt of which the first token is timed under --quick
+# first-token
+LONGEST_IF_QUICK = 1024  # of LENGTHS, under --quick
+# structured
 SCHEMAS = Path(__file__).with_name("schemas.json")
 STRUCTURED_TOKENS = 256  # of the longest text
 STRUCTURED_TURNS = 5  # texts of each draft and schema
 STRUCTURED_POSITIONS = 1024  # with the prompt, which names the schema
+# together
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
 
 
@@ -69,8 +73,7 @@ def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
     setting = bench.setting
     writer = Writer(setting.model, setting.positions)
-    ways = {"plain": writer.plain}
-    ways |= {name: draft.drafting for name, draft in bench.drafts.items()}
+    ways = {"plain": writer.plain, **bench.drafts}
     ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
     texts = time_texts(bench, ours | bench.libraries)
     return [speed_row(bench, name, found, texts["plain"]) for name, found in texts.items()]
@@ -143,7 +146,7 @@ def together_section(bench: Bench) -> list[Row]:
         name for name in ("model", *exits, "low bits", *bench.drafts) if name in bench.drafts
     )
     ways = {"plain": plain(model)}
-    ways |= {name: bench.drafts[name].drafting for name in (draft, "auto")}
+    ways |= {name: bench.drafts[name] for name in (draft, "auto")}
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = partial(decode, Writer(model, setting.positions), setting, ways["plain"])
     texts = [alone(prompt, bench.max_new_tokens).tokens for prompt in prompts]
@@ -193,7 +196,7 @@ def write_together(
 def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
     model = bench.setting.model
-    longest = min(model.max_positions, QUICK_LENGTH if bench.quick else LENGTHS[-1])
+    longest = min(model.max_positions, LONGEST_IF_QUICK if bench.quick else LENGTHS[-1])
     ours = partial(decode, Writer(model, longest), bench.setting, plain(model))
     contenders = {"plain": ours}
     contenders |= {name: write for name, write in bench.libraries.items() if name in LIBRARIES}
@@ -238,10 +241,8 @@ def structured_section(bench: Bench) -> list[Row]:
         lambda cache: ForcedTokens(model.vocab_size, model.device),
         lambda: FixedLength(LONGEST_VERIFICATION - 1),
     )
-    drafts = {"forced": forced}
-    for name in ("low bits", "auto"):
-        if name in bench.drafts:
-            drafts[name] = bench.drafts[name].drafting
+    others = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
+    drafts = {"forced": forced, **others}
     ways = {"plain": writer.plain, **drafts}
     turns = 2 if bench.quick else 1 + STRUCTURED_TURNS
     rows: list[Row] = []

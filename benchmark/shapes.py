@@ -6,7 +6,8 @@ are computed for several. A shape is a name in ``shapes.json`` or the ``config.j
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
-from benchmark.timing import floor_of, take_turns, timed
+from benchmark.timing import POSITION, REPEATS, floor_of, take_turns, timed
 from cli.files import read_json
 from cli.table import Row
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
@@ -31,14 +32,15 @@ from weights.memory import (
 )
 
 NAMED = Path(__file__).with_name("shapes.json")
-ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
-POSITION = 128  # of the steps that are timed
-PROMPTS = (256, 2048)  # tokens before a first token
-ROWS = (1, 2, 4, 6, 8, 9, 16)
-REPEATS = 7
-EXIT = 0.25  # share of the layers that an early exit runs
 RANDOM_NUMBERS = 1 << 20  # repeated in every weight
 CLEAR_PEAK = Path("/proc/self/clear_refs")  # of Linux: "5" sets the peak to the present size
+
+# measured
+PROMPTS = (256, 2048)  # tokens before a first token
+ROWS = (1, 2, 4, 6, 8, 9, 16)  # tokens of a step
+EXIT = 0.25  # share of the layers that an early exit runs
+# computed from it
+ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)  # rates for which speed-ups are given
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -79,33 +81,53 @@ def measure_shape(
     positions = max(PROMPTS) + max(ROWS)
     expected = partial(estimate, config, dtype, positions, prompt=max(PROMPTS), fast_on=device)
     check_fits(expected(), device)
-    watches_peak = device.type == "cpu" and CLEAR_PEAK.exists()
-    if watches_peak:
-        CLEAR_PEAK.write_text("5")
-        before = peak_bytes()
-
-    def start() -> tuple[Decoder, KVCache]:
-        model = accelerate(random_model(config, dtype, device))
-        cache = model.new_cache(positions)
-        run_step(model, cache, start=0)
-        return model, cache
-
     row: Row = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
-    (model, cache), row["start, s"] = timed(start, device)
-    low_bits: LayerPlan | None = LayerPlan.full(config.num_layers).in_bits(4)
-    if not model.fast_bits or not has_memory_for(model, [low_bits]):
-        low_bits = None
-    if low_bits:
-        _, row["copies, s"] = timed(partial(model.prepare, low_bits), device)
-        row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
-    for count in PROMPTS:
-        reading = partial(read_prompt, model, cache, count)
-        _, row[f"first token after {count}, s"] = timed(reading, device)
-    if watches_peak:  # before the block that measures the memory's speed
-        row["peak, GB"] = (peak_bytes() - before) / 1e9
-        row["estimate, GB"] = expected(plan=low_bits).total / 1e9
+    # ends before the steps, which are timed beside reading a large block of memory
+    with watched_peak(device) as peak:
+        start = partial(start_random_model, config, dtype, device, positions)
+        (model, cache), row["start, s"] = timed(start, device)
+        low_bits = low_bits_of(model)
+        if low_bits:
+            _, row["copies, s"] = timed(partial(model.prepare, low_bits), device)
+            row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
+        for count in PROMPTS:
+            reading = partial(read_prompt, model, cache, count)
+            _, row[f"first token after {count}, s"] = timed(reading, device)
+    if peak:
+        row |= peak | {"estimate, GB": expected(plan=low_bits).total / 1e9}
     row |= measured_steps(model, cache, low_bits)
     return row | llama_cpp_costs(model, min(PROMPTS)) if beside_llama_cpp else row
+
+
+def start_random_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
+) -> tuple[Decoder, KVCache]:
+    """Random model and a cache of this many positions, after a first step."""
+    model = accelerate(random_model(config, dtype, device))
+    cache = model.new_cache(positions)
+    run_step(model, cache, start=0)
+    return model, cache
+
+
+def low_bits_of(model: Decoder) -> LayerPlan | None:
+    """Plan of all layers in four bits; None without kernels for it, or memory for the copies."""
+    plan = LayerPlan.full(model.num_layers).in_bits(4)
+    return plan if model.fast_bits and has_memory_for(model, [plan]) else None
+
+
+@contextmanager
+def watched_peak(device: torch.device) -> Iterator[Row]:
+    """Peak of the memory that this process takes more within the block, known after it; an empty
+    row but on a CPU, under Linux.
+    """
+    peak: Row = {}
+    is_watched = device.type == "cpu" and CLEAR_PEAK.exists()
+    if is_watched:
+        CLEAR_PEAK.write_text("5")
+        before = peak_bytes()
+    yield peak
+    if is_watched:
+        peak["peak, GB"] = (peak_bytes() - before) / 1e9
 
 
 def peak_bytes() -> int:

@@ -9,7 +9,8 @@ from cli.table import Row
 from model import Decoder, LayerPlan, now
 from weights.memory import bytes_read
 
-REPEATS = 7  # of reading the memory
+POSITION = 128  # of the steps of a shape that are timed
+REPEATS = 7  # of such a step, and of reading the memory
 # enough that the time to read them can be measured
 BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 

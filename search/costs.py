@@ -19,7 +19,7 @@ the cost of each sublayer from them (``measure_sublayers``).
 import random
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from decoding.run.plan_file import DraftPlan
 from decoding.run.writer import Drafting, Writer, model_drafter
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import LayerPlan
+from model import InputError, LayerPlan
 from search.texts import Continuation
 from weights.memory import LONGEST_DRAFT
 
@@ -128,27 +128,36 @@ def measure_costs(
     prompts = [prompt[:room] for prompt in random.Random(0).sample(prompts, len(prompts))]
     writer = Writer(model, max(map(len, prompts)) + tokens)
     plain_text = KnownText(model.vocab_size, model.device)
-    ways = [
-        (Drafting("known", lambda cache: plain_text, partial(FixedLength, n)), tokens)
-        for n in range(1, longest + 1)
-    ]
-    ways += [
-        (at_length(draft, each), ROUNDS * (each + 1))
-        for draft, length in zip(drafts, lengths, strict=True)
-        for each in (1, length)
-    ]
-    ratios = []
+    # by the name of the known text or the number of a draft, and by length; with the texts' tokens
+    ways = {
+        ("known", length): (
+            Drafting("known", lambda cache: plain_text, partial(FixedLength, length)),
+            tokens,
+        )
+        for length in range(1, longest + 1)
+    }
+    ways |= {
+        (number, length): (at_length(draft, length), ROUNDS * (length + 1))
+        for number, draft in enumerate(drafts)
+        for length in (1, lengths[number])
+    }
+    ratios = defaultdict(list)
     for turn in turns():
         writer.begin(prompts[turn % len(prompts)])
         write_timed(writer, setting, writer.plain, tokens)  # slower, after the prompt
         # the plain text is the draft of the rounds that measure verification
         plain_text.known, plain = write_timed(writer, setting, writer.plain, tokens)
-        ratios.append([write_timed(writer, setting, way, count)[1] / plain for way, count in ways])
+        for measured, (way, count) in ways.items():
+            _, seconds = write_timed(writer, setting, way, count)
+            ratios[measured].append(seconds / plain)
     # the first turn warms up
-    medians = [statistics.median(each) for each in zip(*ratios[1:], strict=True)]
-    known = CostTable(0.0, (1.0, *medians[:longest]))
-    of_drafts = zip(medians[longest::2], medians[longest + 1 :: 2], lengths, strict=True)
-    return [known, *(draft_costs(known, *each) for each in of_drafts)]
+    cost = {measured: statistics.median(each[1:]) for measured, each in ratios.items()}
+    verify = [cost["known", length] for length in range(1, longest + 1)]
+    known = CostTable(0.0, (1.0, *verify))
+    return [known] + [
+        draft_costs(known, cost[number, 1], cost[number, length], length)
+        for number, length in enumerate(lengths)
+    ]
 
 
 def draft_costs(known: CostTable, of_one: float, of_all: float, length: int) -> CostTable:
@@ -175,6 +184,8 @@ def write_timed(
 ) -> tuple[list[int], float]:
     """A text of this many tokens, and the mean seconds of its rounds with a draft of full length,
     without the first, which reads weights that no cache holds.
+
+    Raises InputError where the context ends before such a round.
     """
     text = writer.new_text(Rules(tokens))
     sample = writer.write(text, way, setting.params, Coupling(setting.coupling, 0))
@@ -184,6 +195,11 @@ def write_timed(
         for (_, before), (round, after) in pairwise(sample.timeline)
         if len(round.drafted) == longest
     ]
+    if not seconds:
+        raise InputError(
+            f"a context of {writer.model.max_positions} tokens is too short to measure drafts of"
+            f" {longest}: give a model with a context of {tokens + 1} or more"
+        )
     return sample.tokens, statistics.fmean(seconds)
 
 
@@ -233,8 +249,10 @@ def measured_plans(layers: int, bits: Collection[int]) -> list[LayerPlan]:
 
 
 def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
-    """Drafts of the target under a layer plan. Unlike ``by_plan`` this keeps no low-bit copies on
-    disk, where those of most measured plans would never be read again.
+    """Drafts of the target under a layer plan, with exactly its bits, of which the costs are asked.
+
+    Unlike ``by_plan`` this changes no bits of the head, and keeps no low-bit copies on disk, where
+    those of most measured plans would never be read again.
     """
     model = setting.model
     model.prepare(chosen.plan)

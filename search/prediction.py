@@ -86,42 +86,50 @@ def expected_rounds(
     at the second with probability 1 - a, at the third with a·(1 - b) + (1 - a)·(1 - b).
     """
     longest = max(gammas)
-    accept, unsure, sure_to_stop = probability_tables(acceptance, longest, thresholds)
+    # [depth, text, token, threshold]
+    accept, unsure, unsure_of_own = probability_tables(acceptance, longest, thresholds)
+    # [text, threshold, draft length]
     lengths = acceptance.lengths.numpy()[:, None, None]
     limits = acceptance.limits.numpy()[:, None, None]
-    depth = np.arange(longest + 1)[:, None, None, None]
-    full = depth == np.array(gammas)
-    # depth, text, threshold, draft length
+    # [depth, text, threshold, draft length]
+    has_full_length = np.arange(longest + 1)[:, None, None, None] == np.array(gammas)
     shape = (longest + 1, len(lengths), len(thresholds), len(gammas))
     on_text, off_text, rounds, accepted, rejected = np.zeros((5, *shape))
+    # [text, threshold, draft length]
     begin = np.ones(shape[1:])
     begin_next = np.zeros(shape[1:])
-    for at in range(lengths.max() + longest):
-        written = at < lengths
-        row = min(at, lengths.max() - 1)
-        on_text[0] = begin * written
+    for token in range(lengths.max() + longest):
+        is_written = token < lengths
+        # Index of this token, or the last one, in a table: gives [depth, text, threshold, 1].
+        at_token = (..., min(token, lengths.max() - 1), slice(None), None)
+        on_text[0] = begin * is_written
         # A draft beyond the end of a text is off it.
-        off_text = off_text + on_text * ~written
-        on_text = on_text * written
-        closing = full | (at >= limits - 1)
-        rounds += (on_text + off_text) * closing
-        bonus = (on_text * closing).sum(0)
-        on_text = on_text * ~closing
-        off_text = off_text * ~closing
-        kept = on_text * accept[..., row, :, None]
+        off_text = off_text + on_text * ~is_written
+        on_text = on_text * is_written
+        # 1. Drafts that end before this token are counted at the depth that they have reached.
+        ends = has_full_length | (token >= limits - 1)
+        rounds += (on_text + off_text) * ends
+        bonus = (on_text * ends).sum(axis=0)  # over the depths, as in begin
+        on_text = on_text * ~ends
+        off_text = off_text * ~ends
+        # 2. The others draft it: the text's token, or another one, with which they leave the text.
+        kept = on_text * accept[at_token]
         refused = on_text - kept
-        stopped = kept * unsure[..., row, :, None]
-        leaving = refused + off_text
-        halted = leaving * sure_to_stop[..., row, :, None] * written
-        rounds[1:] += (stopped + halted)[:-1]
+        left_text = refused + off_text
         accepted += kept
         rejected += refused
-        begin = bonus + refused.sum(0) + begin_next
-        begin_next = stopped.sum(0)
-        # One token deeper. The last depth is empty, since full drafts are closed.
-        on_text = np.roll(kept - stopped, 1, axis=0)
-        off_text = np.roll(leaving - halted, 1, axis=0)
-    return tuple(np.moveaxis(each.sum(1), 0, -1) for each in (rounds, accepted, rejected))
+        # 3. Those unsure of it end at the next depth. Off the text it is a token of their own.
+        unsure_on_text = kept * unsure[at_token]
+        unsure_off_text = left_text * unsure_of_own[at_token] * is_written
+        rounds[1:] += (unsure_on_text + unsure_off_text)[:-1]
+        begin = bonus + refused.sum(axis=0) + begin_next
+        begin_next = unsure_on_text.sum(axis=0)
+        # The others are one token deeper: depth d moves to d + 1. The last depth, which the roll
+        # brings to depth 0, is empty, since drafts of full length have ended.
+        on_text = np.roll(kept - unsure_on_text, 1, axis=0)
+        off_text = np.roll(left_text - unsure_off_text, 1, axis=0)
+    # summed over the texts, depth last: [threshold, draft length, depth]
+    return tuple(np.moveaxis(each.sum(axis=1), 0, -1) for each in (rounds, accepted, rejected))
 
 
 def probability_tables(

@@ -127,8 +127,9 @@ def prepare_study(
 ) -> None:
     """Store calibration texts, costs and the first plans in a new study.
 
-    Stores nothing when another process has prepared the study meanwhile: all predictions use the
-    same texts and costs.
+    Stores nothing when another process has stored its own meanwhile, since all predictions of a
+    study should use the same texts and costs. Nothing is locked: of processes that come to this
+    check at the same moment each stores its own, and may predict with its own.
     """
     say("writing calibration texts, and measuring the costs of sublayers")
     count, prompts = identity["prompts"]

@@ -23,24 +23,20 @@ from rich.console import Console
 from cli.command_line import run_command
 from cli.options import TEMPERATURE, Groups, parser_of, within
 from cli.table import Row, table
-from decoding.run.options import make_parser
-from decoding.run.request import Request
-from decoding.run.session import Session
+from decoding.run.session import load
 from model import Decoder, InputError
 from training.corpus.stories import repetition, story_request
 from training.text import is_held_out, read_documents
 from weights.tokenizer import Tokenizer
 
 STORIES = 100
-# the options of generate.py, whose prompts are given later
-WRITING = (
-    "--interactive",
-    "--draft=none",
-    "--device=cpu",
-    "--dtype=float32",
-    "--max-new-tokens=160",
-    "--seed=0",
-)
+WRITING = {  # options of generate.py
+    "draft": "none",
+    "device": "cpu",
+    "dtype": "float32",
+    "max_new_tokens": 160,
+    "seed": 0,
+}
 
 OPTIONS: Groups = {
     "": {
@@ -90,8 +86,7 @@ def run(options: argparse.Namespace) -> None:
     requests = [story_request(rng)[0] for _ in range(STORIES)]
     rows: list[Row] = []
     for name in options.model:
-        asked = [*WRITING, "--model", name, f"--temperature={options.temperature}"]
-        session = Session(Request(make_parser().parse_args(asked)))
+        session = load(name, temperature=options.temperature, **WRITING)
         stories = [sample.text for sample in session.write_all(requests)]
         rows.append(
             {

@@ -1,6 +1,6 @@
 """Session: a loaded model that writes texts: one after another, many at once, or a conversation.
 
-``generate.load`` makes one from the options of the command line. Everything that writes uses it.
+``load`` makes one from the options of the command line. Everything that writes uses it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from decoding.run.characters import Labels, TextStream
 from decoding.run.chooser import Setting
-from decoding.run.options import OF_THE_MODEL, merge_options
+from decoding.run.options import OF_THE_MODEL, make_parser, merge_options
 from decoding.run.prompt import check_prompt, checked_prompt, conversation
 from decoding.run.request import Request, TextOptions, read_grammar_files
 from decoding.run.together import MOST_TOGETHER, Scheduler
@@ -142,6 +142,12 @@ class Session:
         memory = self.request.memory(positions=capacity)
         fitting = free_bytes(self.request.device) // (memory.cache + memory.workspace)
         return max(1, min(texts, MOST_TOGETHER, fitting))
+
+
+def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
+    """A loaded model, with the options of the command line: see ``Session``. Raises InputError."""
+    known = make_parser().parse_args(["--interactive"])  # prompts are given later
+    return Session(Request(merge_options(known, {"model": model} | options)))
 
 
 def pieces(writer: Writer, task: Task) -> Pieces:

@@ -291,7 +291,7 @@ def test_a_context_shorter_than_all_timed_prompts_has_no_times(tmp_path: Path) -
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
     def drafts(*exits: int) -> dict[str, LayerPlan | None]:
         found = find_drafts(setting_of(folder), exits)
-        return {name: draft.drafting.plan for name, draft in found.items()}
+        return {name: draft.plan for name, draft in found.items()}
 
     folder = write_folder(tmp_path / "model")
     exits = ["exit 2", "exit 2, adaptive", "exit 3", "exit 3, adaptive"]

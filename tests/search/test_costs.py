@@ -22,6 +22,7 @@ from search.costs import CostTable, drafting_under, measure_costs, predicted_spe
 from tests.calls import recorded
 from tests.folders import byte_tokenizer
 from tests.laws import tiny_model
+from tests.refusal import refusal
 
 VOCAB = 7
 
@@ -117,6 +118,13 @@ def test_prompts_take_turns_and_are_cut_to_the_context(
     measure_costs(setting_of(model), [[1] * 3, [1] * model.max_positions], [], longest=1)
     cut = model.max_positions - 2 * costs_module.ROUNDS
     assert {*seen[:2]} == {3, cut} and seen[:2] == seen[2:4]
+
+
+def test_a_context_too_short_for_a_draft_of_full_length_is_refused() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    model.max_positions = 18
+    line = refusal(measure_costs, setting_of(model), [(1, 2)], [], longest=8)
+    assert "18 tokens is too short" in line and "37 or more" in line
 
 
 def test_measuring_ends_when_patience_does(
