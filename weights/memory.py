@@ -49,7 +49,7 @@ def estimate(
     positions: int,
     *,
     prompt: int,
-    draft: ModelConfig | None = None,
+    draft_config: ModelConfig | None = None,
     fast_on: torch.device | None = None,
     longest_draft: int = LONGEST_DRAFT,
     plan: LayerPlan | None = None,
@@ -58,11 +58,11 @@ def estimate(
     """Memory for decoding ``texts`` at once, each of up to ``positions`` tokens, of which the first
     ``prompt`` are the prompt.
 
-    ``draft`` is the config of a separate draft model, ``plan`` the layer plan of a draft by the
+    ``draft_config`` is that of a separate draft model, ``plan`` the layer plan of a draft by the
     target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
     ``model.fast`` prepares.
     """
-    models = [config] if draft is None else [config, draft]
+    models = [config, draft_config] if draft_config else [config]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
     entries = static_capacity(positions) if on_gpu else positions
     keys_and_values = sum(

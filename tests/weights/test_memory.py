@@ -60,7 +60,7 @@ def test_weights_and_cache_are_counted_to_the_byte(family, data, positions):
 
 def test_a_draft_model_adds_its_weights_and_cache_but_shares_the_workspace():
     alone, draft = (estimate(each, torch.float16, 300, prompt=9) for each in (LLAMA_8B, LLAMA_1B))
-    both = estimate(LLAMA_8B, torch.float16, 300, prompt=9, draft=LLAMA_1B)
+    both = estimate(LLAMA_8B, torch.float16, 300, prompt=9, draft_config=LLAMA_1B)
     assert (both.weights, both.cache) == (alone.weights + draft.weights, alone.cache + draft.cache)
     assert both.workspace == alone.workspace
 
