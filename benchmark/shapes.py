@@ -18,11 +18,11 @@ from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
 from benchmark.timing import floor_of, take_turns, timed
 from cli.files import read_json
 from cli.table import Row
+from decoding.run.plan_file import LONGEST_DRAFT
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from search.costs import CostTable, best_speedup
 from weights.memory import (
-    LONGEST_DRAFT,
     check_fits,
     estimate,
     has_memory_for,
@@ -77,7 +77,8 @@ def measure_shape(
     if beside_llama_cpp:
         check_llama_cpp(config, dtype)
     positions = max(PROMPTS) + max(ROWS)
-    expected = partial(estimate, config, dtype, positions, prompt=max(PROMPTS), fast_on=device)
+    sizes = {"prompt": max(PROMPTS), "longest_draft": LONGEST_DRAFT}
+    expected = partial(estimate, config, dtype, positions, **sizes, fast_on=device)
     check_fits(expected(), device)
     watches_peak = device.type == "cpu" and CLEAR_PEAK.exists()
     if watches_peak:

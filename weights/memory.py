@@ -16,7 +16,6 @@ from model import FULL, PREFILL_CHUNK, Decoder, InputError, LayerPlan, ModelConf
 from model.fast import static_capacity
 from model.layers import wide_dtype
 
-LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 # of each logit, in the wide dtype, while it becomes a probability under every filter
 LOGIT_COPIES = 4
@@ -49,9 +48,9 @@ def estimate(
     positions: int,
     *,
     prompt: int,
+    longest_draft: int,
     draft_config: ModelConfig | None = None,
     fast_on: torch.device | None = None,
-    longest_draft: int = LONGEST_DRAFT,
     plan: LayerPlan | None = None,
     texts: int = 1,
 ) -> Memory:
