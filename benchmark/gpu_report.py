@@ -18,10 +18,10 @@ from tempfile import TemporaryFile
 
 import torch
 
-from cli.command_line import run_script, say
+from cli.command_line import say
 from cli.device import machine
 from cli.files import write_text
-from cli.options import MODEL, Groups
+from cli.options import MODEL, Groups, run_script
 
 OPTIONS: Groups = {
     "": {

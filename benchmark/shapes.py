@@ -77,8 +77,15 @@ def measure_shape(
     if beside_llama_cpp:
         check_llama_cpp(config, dtype)
     positions = max(PROMPTS) + max(ROWS)
-    sizes = {"prompt": max(PROMPTS), "longest_draft": LONGEST_DRAFT}
-    expected = partial(estimate, config, dtype, positions, **sizes, fast_on=device)
+    expected = partial(
+        estimate,
+        config,
+        dtype,
+        positions,
+        prompt=max(PROMPTS),
+        longest_draft=LONGEST_DRAFT,
+        fast_on=device,
+    )
     check_fits(expected(), device)
     watches_peak = device.type == "cpu" and CLEAR_PEAK.exists()
     if watches_peak:

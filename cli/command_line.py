@@ -4,11 +4,9 @@ import os
 import signal
 import sys
 import traceback
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from cli.files import one_line
-from cli.options import Groups, parser_of
 from model.errors import InputError
 
 # in torch's message, by device: a GPU, the host
@@ -65,21 +63,6 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         complaint = f"error: out of memory: ask for less, or free some first ({reason})"
     end_streams(complaint)
     return status
-
-
-def run_script(
-    work: Callable[[Namespace], int | None],
-    groups: Groups,
-    prog: str,
-    doc: str,
-    arguments: Sequence[str] | None,
-    interrupted: str = "",
-) -> int:
-    """Exit status of ``work`` on the options in ``arguments``, by default those of the process: see
-    ``run_command``. ``doc`` is the docstring of the script, whose first line heads the help.
-    """
-    parser = parser_of(groups, prog=prog, description=doc.splitlines()[0])
-    return run_command(lambda: work(parser.parse_args(arguments)), interrupted)
 
 
 def end_streams(complaint: str) -> None:

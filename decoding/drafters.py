@@ -165,8 +165,10 @@ class ModelDrafter:
             # without constraints the draft is not read, for which a GPU would have to synchronise
             forced = text.forced(context[len(text) :].tolist()) if text.constraints else None
             if forced is not None:
-                step = self._known(context.new_tensor([forced]))
-                unread = torch.cat((unread, step.tokens))  # for the model's next step
+                token = context.new_tensor([forced])
+                probs = one_hot(token, self.model.vocab_size)
+                step = Draft(token, probs, [probs.log()])
+                unread = torch.cat((unread, token))  # for the model's next step
             elif steps and (
                 step := self._draw(text, context, unread, len(draft), params, randomness)
             ):
@@ -175,20 +177,14 @@ class ModelDrafter:
             else:
                 break
             draft.append(step)
-            if forced is None and policy.reads_draft_confidence:
-                confidence = raw_probability(step.logits[0][0], step.tokens[0])
-                if not policy.keep_drafting(confidence):
-                    break
+            asks = forced is None and policy.reads_draft_confidence
+            if asks and not policy.keep_drafting(confidence_of(step)):
+                break
             if extends:
                 context = torch.cat((context, step.tokens))
             if ends_at_eos and int(step.tokens) in text.rules.eos_ids:
                 break
         return in_a_row([self.empty, *draft])
-
-    def _known(self, token: Tensor) -> Draft:
-        """Draft of one token ``[1]`` that is known without running the model."""
-        probs = one_hot(token, self.model.vocab_size)
-        return Draft(token, probs, [probs.log()])
 
     def _draw(
         self,
@@ -377,6 +373,8 @@ def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> boo
     return bool(text.constraints) or reads_confidence_on_cpu
 
 
-def raw_probability(logits: Tensor, token: Tensor) -> float:
-    """Confidence of a token: its softmax probability under raw logits ``[vocab]``. Synchronises."""
-    return torch.softmax(logits.float(), dim=-1).gather(0, token[None]).item()
+def confidence_of(step: Draft) -> float:
+    """Confidence of the only token of a draft: its softmax probability under the model's raw
+    logits. Synchronises.
+    """
+    return torch.softmax(step.logits[0][0].float(), dim=-1).gather(0, step.tokens).item()

@@ -17,8 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cli.command_line import run_script
-from cli.options import MODEL, Groups
+from cli.options import MODEL, Groups, run_script
 from cli.picture import RULE, write_picture
 from decoding.run.characters import Labels
 from docs.figures import GREEN, explained, sheet, tiles

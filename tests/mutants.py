@@ -389,7 +389,7 @@ MUTANTS = [
         "propose",
         "draft.append(step)\n",
         "draft.append(step)\n"
-        "        if not policy.keep_drafting(raw_probability(step.logits[0][0], step.tokens[0])):\n"
+        "        if not policy.keep_drafting(confidence_of(step)):\n"
         "            draft.pop()\n",
         law(LONG, ADAPTIVE),
     ),

@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from cli.command_line import run_script
-from cli.options import TEMPERATURE, Groups, within
+from cli.options import TEMPERATURE, Groups, run_script, within
 from cli.table import Row, table
 from decoding.run.options import make_parser
 from decoding.run.request import Request

@@ -24,9 +24,9 @@ from gguf.quants import dequantize
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, models
 
-from cli.command_line import run_script, say
+from cli.command_line import say
 from cli.files import explaining
-from cli.options import Groups
+from cli.options import Groups, run_script
 from model import InputError, ModelConfig, build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer

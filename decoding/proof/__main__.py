@@ -17,9 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from cli.command_line import run_script
 from cli.files import explaining
-from cli.options import Groups, within
+from cli.options import Groups, run_script, within
 from cli.table import table
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
 from model.errors import InputError

@@ -179,7 +179,6 @@ class Request:
         Raises InputError for a draft model or a plan that cannot be read.
         """
         draft = self.asked.draft
-        model = draft.draft_model
         chosen = plan_for(draft, self.folder, self.config.num_layers)
         is_auto = draft.kind == "auto"
         longest = BreakEven.LONGEST_WITH_FORCED if is_auto else LONGEST_DRAFT
@@ -187,7 +186,7 @@ class Request:
             "dtype": self.dtype,
             "positions": self.capacity,
             "prompt": len(self.ids),
-            "draft_config": model and read_config(model_folder(model)),
+            "draft_config": draft.draft_model and read_config(model_folder(draft.draft_model)),
             "longest_draft": longest if draft.gamma is None else draft.gamma,
             "plan": chosen.plan if chosen and not is_auto else None,
         }

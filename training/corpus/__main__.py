@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cli.command_line import run_script, say
+from cli.command_line import say
 from cli.device import keep_freed_memory, pick_device
 from cli.files import explaining, read_json_lines, write_text
-from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, within
+from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
 from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
@@ -156,8 +156,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    again = "interrupted: run the same command again to continue"
-    return run_script(run, OPTIONS, "python -m training.corpus", __doc__, arguments, again)
+    return run_script(
+        run,
+        OPTIONS,
+        "python -m training.corpus",
+        __doc__,
+        arguments,
+        "interrupted: run the same command again to continue",
+    )
 
 
 if __name__ == "__main__":
