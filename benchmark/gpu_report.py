@@ -18,10 +18,10 @@ from tempfile import TemporaryFile
 
 import torch
 
-from cli.command_line import run_command, say
+from cli.command_line import say
 from cli.device import machine
 from cli.files import write_text
-from cli.options import MODEL, Groups, parser_of
+from cli.options import MODEL, Groups, run_script
 
 OPTIONS: Groups = {
     "": {
@@ -91,10 +91,13 @@ def report(model: str, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns its exit status, 0 also without a GPU."""
-    parser = parser_of(
-        OPTIONS, prog="python -m benchmark.gpu_report", description=__doc__.splitlines()[0]
+    return run_script(
+        lambda options: report(**vars(options)),
+        OPTIONS,
+        "python -m benchmark.gpu_report",
+        __doc__,
+        arguments,
     )
-    return run_command(lambda: report(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

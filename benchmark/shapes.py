@@ -19,11 +19,11 @@ from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
 from benchmark.timing import POSITION, REPEATS, floor_of, take_turns, timed
 from cli.files import read_json
 from cli.table import Row
+from decoding.run.plan_file import LONGEST_DRAFT
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from search.costs import CostTable, best_speedup
 from weights.memory import (
-    LONGEST_DRAFT,
     check_fits,
     estimate,
     has_memory_for,
@@ -79,7 +79,15 @@ def measure_shape(
     if beside_llama_cpp:
         check_llama_cpp(config, dtype)
     positions = max(PROMPTS) + max(ROWS)
-    expected = partial(estimate, config, dtype, positions, prompt=max(PROMPTS), fast_on=device)
+    expected = partial(
+        estimate,
+        config,
+        dtype,
+        positions,
+        prompt=max(PROMPTS),
+        longest_draft=LONGEST_DRAFT,
+        fast_on=device,
+    )
     check_fits(expected(), device)
     row: Row = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
     # ends before the steps, which are timed beside reading a large block of memory

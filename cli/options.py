@@ -1,9 +1,11 @@
-"""Parsers of command lines, from tables of options."""
+"""Command lines from tables of options: their parsers, and scripts that run with them."""
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+from cli.command_line import run_command
 
 # Arguments of argparse's ``add_argument`` for options of several commands
 FLAG = {"action": "store_true", "default": False}
@@ -38,6 +40,21 @@ def parser_of(groups: Groups, **texts: str) -> OneLineParser:
             if has_default and "default" not in option.help:
                 option.help += " (default: %(default)s)"
     return parser
+
+
+def run_script(
+    work: Callable[[argparse.Namespace], int | None],
+    groups: Groups,
+    prog: str,
+    doc: str,
+    arguments: Sequence[str] | None,
+    interrupted: str = "",
+) -> int:
+    """Exit status of ``work`` on the options in ``arguments``, by default those of the process: see
+    ``run_command``. ``doc`` is the docstring of the script, whose first line heads the help.
+    """
+    parser = parser_of(groups, prog=prog, description=doc.splitlines()[0])
+    return run_command(lambda: work(parser.parse_args(arguments)), interrupted)
 
 
 def within(

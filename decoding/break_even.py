@@ -54,6 +54,7 @@ class BreakEven(Policy):
     SHARE = 0.02
     ANOTHER_TEXT = 0.08  # plain rounds: what a drafted token costs more for each text beside
     ASKING = 0.05  # plain rounds: in a small model it takes up to a tenth
+    MEMORY = 0.98  # the share of the past of a kind that counts after another round of it
     FADE = 0.95  # the share of a past that counts after a round in which another offer is taken
 
     def __init__(
@@ -61,19 +62,16 @@ class BreakEven(Policy):
         slopes: Mapping[str, float],
         longest: int = 8,
         *,
-        memory: float = 0.98,
         priors: Mapping[str, float] | None = None,
         by_confidence: bool = True,
     ) -> None:
         """``slopes``: the first slope per name of a model's offer, and of ``KNOWN`` tokens;
-        ``priors``: α of a kind before its first round; ``memory``: the share of the past of a kind
-        that counts after another round of it; ``by_confidence``: whether drafts end by the
+        ``priors``: α of a kind before its first round; ``by_confidence``: whether drafts end by the
         confidence of their tokens, which the host then reads one by one, or have the best length.
         """
         super().__init__(longest)
         self.reads_draft_confidence = by_confidence
         self.first_slopes = slopes
-        self.memory = memory
         self.priors = priors or {}
         self.past = Past()
         self.clock: Callable[[], float] | None = None
@@ -224,11 +222,11 @@ class BreakEven(Policy):
                 equal = common_prefix(offer.tokens, emitted)
                 rejected = equal < min(len(offer.tokens), len(emitted))
                 judged = max(0, equal - offer.forced) + rejected
-                rates.learn([1.0] * judged, judged - rejected, self.memory)
+                rates.learn([1.0] * judged, judged - rejected, self.MEMORY)
             elif self.taken and offer is self.taken.offer:
                 judged = min(guessed, accepted + 1)
                 confidences = self.taken.confidences or [1.0] * judged
-                rates.learn(confidences[:judged], accepted, self.memory)
+                rates.learn(confidences[:judged], accepted, self.MEMORY)
             elif offer.by_model:
                 rates.fade(self.FADE)
 

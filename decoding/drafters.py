@@ -6,6 +6,7 @@ that the text is now ``length`` tokens long: the drafter must forget later posit
 text begins). The next ``propose`` receives the text.
 """
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +148,7 @@ class ModelDrafter:
         params: SamplingParams,
         policy: Policy,
         randomness: Randomness,
-        steps: int | None = None,
+        steps: float = math.inf,
     ) -> Draft:
         """Draft of up to ``limit`` tokens, drawn one by one from the model's distributions.
 
@@ -155,44 +156,57 @@ class ModelDrafter:
         constraints force come without a step, before, between and after them.
         """
         context = text.tensor(self.model.device)
-        start = self.cache.length
-        unread = context[start:]  # tokens that are not yet in the cache
+        unread = context[self.cache.length :]  # tokens that are not yet in the cache
         ends_at_eos = ends_at_end_of_text(text, policy, self.model.device)
         # only the penalty and constraints read the drafted tokens before the draft ends
         extends = params.repetition_penalty != 1 or bool(text.constraints)
         draft: list[Draft] = []  # of one token each
-        drawn = 0
         while len(draft) < limit:
             # without constraints the draft is not read, for which a GPU would have to synchronise
             forced = text.forced(context[len(text) :].tolist()) if text.constraints else None
             if forced is not None:
-                # The model does not run: its next call reads all tokens that it has not read.
-                token = context.new_tensor(forced)
-                probs = one_hot(token[None], self.model.vocab_size)
-                draft.append(Draft(token[None], probs, [probs.log()]))
-                unread = torch.cat((unread, token[None]))
-            elif drawn == steps:
-                break
+                token = context.new_tensor([forced])
+                probs = one_hot(token, self.model.vocab_size)
+                step = Draft(token, probs, [probs.log()])
+                unread = torch.cat((unread, token))  # for the model's next step
+            elif steps and (
+                step := self._draw(text, context, unread, len(draft), params, randomness)
+            ):
+                steps -= 1
+                unread = step.tokens
             else:
-                drawn += 1
-                logits = self._read(unread, start)
-                allowed = text.allowed(context[len(text) :], first=len(draft))
-                probs = distribution(logits, context, params, allowed)
-                if allowed is not None and not probs.any():
-                    break  # nothing is allowed here: an error only if the text comes to this place
-                token = randomness.draw(probs[0], text.place(len(draft)))
-                draft.append(Draft(token[None], probs, [logits]))
-                start += len(unread)
-                unread = token[None]
-                if policy.reads_draft_confidence and not policy.keep_drafting(
-                    raw_probability(logits[0], token)
-                ):
-                    break
+                break
+            draft.append(step)
+            asks = forced is None and policy.reads_draft_confidence
+            if asks and not policy.keep_drafting(confidence_of(step)):
+                break
             if extends:
-                context = torch.cat((context, token[None]))
-            if ends_at_eos and int(token) in text.rules.eos_ids:
+                context = torch.cat((context, step.tokens))
+            if ends_at_eos and int(step.tokens) in text.rules.eos_ids:
                 break
         return in_a_row([self.empty, *draft])
+
+    def _draw(
+        self,
+        text: Text,
+        context: Tensor,
+        unread: Tensor,
+        drafted: int,
+        params: SamplingParams,
+        randomness: Randomness,
+    ) -> Draft | None:
+        """Draft of one token, drawn by a step of the model that reads the tokens ``unread`` before
+        it: the last ones of the text with its first ``drafted`` drafted tokens.
+
+        None where nothing is allowed: an error only if the text comes to this place.
+        """
+        logits = self._read(unread, len(text) + drafted - len(unread))
+        allowed = text.allowed(context[len(text) :], first=drafted)
+        probs = distribution(logits, context, params, allowed)
+        if allowed is not None and not probs.any():
+            return None
+        token = randomness.draw(probs[0], text.place(drafted))
+        return Draft(token[None], probs, [logits])
 
     def _read(self, tokens: Tensor, start: int) -> Tensor:
         """Logits ``[1, vocab]`` after tokens ``[n]`` from ``start`` on, which enter the cache."""
@@ -273,17 +287,12 @@ class PromptLookup(KnownTokens):
     """Draft by prompt lookup decoding: the tokens that followed the last occurrence of the n-gram
     at the text's end.
 
-    The longest n-gram that occurred before is used, of ``longest`` tokens down to one, and its most
+    The longest n-gram that occurred before is used, of ``LONGEST`` tokens down to one, and its most
     recent occurrence. No model runs, so a draft costs nothing but its verification.
     """
 
     name = "lookup"
-
-    def __init__(
-        self, vocab_size: int, device: torch.device | str = "cpu", longest: int = 3
-    ) -> None:
-        super().__init__(vocab_size, device)
-        self.longest = longest
+    LONGEST = 3  # tokens of an n-gram
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Length of the n-gram at the end of the text that occurred before, and up to ``limit``
@@ -292,7 +301,7 @@ class PromptLookup(KnownTokens):
         Each id is the number of a character, since Python searches strings fast.
         """
         string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
-        for size in range(min(self.longest, len(string) - 1), 0, -1):
+        for size in range(min(self.LONGEST, len(string) - 1), 0, -1):
             # an occurrence needs at least one token after it
             after = string.rfind(string[-size:], 0, -1) + size
             if after >= size:
@@ -364,6 +373,8 @@ def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> boo
     return bool(text.constraints) or reads_confidence_on_cpu
 
 
-def raw_probability(logits: Tensor, token: Tensor) -> float:
-    """Confidence of a token: its softmax probability under raw logits ``[vocab]``. Synchronises."""
-    return torch.softmax(logits.float(), dim=-1).gather(0, token[None]).item()
+def confidence_of(step: Draft) -> float:
+    """Confidence of the only token of a draft: its softmax probability under the model's raw
+    logits. Synchronises.
+    """
+    return torch.softmax(step.logits[0][0].float(), dim=-1).gather(0, step.tokens).item()

@@ -71,19 +71,12 @@ class AdaptiveExit(Policy):
     reads_draft_confidence = True
     ALPHA = 0.9
     RATE_MEMORY = 0.5
+    THRESHOLD_MEMORY = 0.9
 
-    def __init__(
-        self,
-        threshold: float,
-        longest: int = 8,
-        *,
-        step: float = 0.01,
-        threshold_memory: float = 0.9,
-    ):
+    def __init__(self, threshold: float, longest: int = 8, *, step: float = 0.01) -> None:
         super().__init__(longest)
         self.threshold = threshold
         self.step = step
-        self.threshold_memory = threshold_memory
         self.rate = 0.0
 
     def keep_drafting(self, confidence: float) -> bool:
@@ -100,7 +93,7 @@ class AdaptiveExit(Policy):
         elif len(round.drafted) < self.gamma:
             moved -= self.step
         self.threshold = (
-            self.threshold_memory * self.threshold + (1 - self.threshold_memory) * moved
+            self.THRESHOLD_MEMORY * self.threshold + (1 - self.THRESHOLD_MEMORY) * moved
         )
 
 

@@ -170,7 +170,12 @@ class Text:
     @property
     def remaining(self) -> int:
         """Number of tokens that the token budget and the model's context still allow."""
-        return min(self.rules.max_new_tokens + self.prompt_length, self.max_positions) - len(self)
+        return self.longest - len(self)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that the text can have, by the token budget and the model's context."""
+        return min(self.prompt_length + self.rules.max_new_tokens, self.max_positions)
 
     @property
     def certain_end(self) -> int:
@@ -199,7 +204,7 @@ class Text:
         Only the tokens that are new since the last call are copied.
         """
         if len(self) > len(self.buffer) or self.buffer.device != device:
-            length = len(self) + max(0, self.remaining)
+            length = max(len(self), self.longest)
             self.buffer = torch.empty(length, dtype=torch.int64, device=device)
             self.copied = 0
         if self.copied < len(self):

@@ -17,8 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cli.command_line import run_command
-from cli.options import MODEL, Groups, parser_of
+from cli.options import MODEL, Groups, run_script
 from cli.picture import RULE, write_picture
 from decoding.run.characters import Labels
 from docs.figures import GREEN, explained, sheet, tiles
@@ -88,8 +87,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(OPTIONS, prog="python -m docs.layers", description=__doc__.splitlines()[0])
-    return run_command(lambda: draw(parser.parse_args(arguments)))
+    return run_script(draw, OPTIONS, "python -m docs.layers", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cli.command_line import run_command, say
+from cli.command_line import say
 from cli.device import machine, pick_device
 from cli.files import check_place
-from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
 from cli.picture import write_picture
 from cli.table import table
 from decoding.run.calibration import importance_steps
@@ -180,8 +180,14 @@ def main(arguments: list[str] | None = None) -> int:
     if "--resume" not in words:
         words = [*words, "--resume"]
     resuming = f"interrupted; to continue: {shlex.join(['python', '-m', 'search', *words])}"
-    parser = parser_of(OPTIONS, prog="python -m search", description=__doc__.splitlines()[0])
-    return run_command(lambda: run(parser.parse_args(arguments), resuming), resuming)
+    return run_script(
+        lambda options: run(options, resuming),
+        OPTIONS,
+        "python -m search",
+        __doc__,
+        arguments,
+        resuming,
+    )
 
 
 if __name__ == "__main__":

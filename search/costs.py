@@ -30,13 +30,12 @@ import numpy as np
 from decoding.drafters import KnownTokens
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.chooser import Setting
-from decoding.run.plan_file import DraftPlan
+from decoding.run.plan_file import LONGEST_DRAFT, DraftPlan
 from decoding.run.writer import Drafting, Writer, model_drafter
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import InputError, LayerPlan
 from search.texts import Continuation
-from weights.memory import LONGEST_DRAFT
 
 ROUNDS = 4  # of the longest draft in a measured text, the first of which is not timed
 LEAST_TURNS = 4

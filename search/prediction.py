@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from cli.picture import INK, MUTED, RED, SCALE
+from decoding.run.plan_file import LONGEST_DRAFT
 from model import FULL, LOW_BITS, LayerPlan
 from search.acceptance import Acceptance, Calibration
 from search.costs import CostTable, SublayerCosts, best_speedup
-from weights.memory import LONGEST_DRAFT
 
 GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
 THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never

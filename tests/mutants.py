@@ -191,8 +191,8 @@ MUTANTS = [
         2,
         "a greedy draft is verified as if it were sampled",
         ModelDrafter,
-        "propose",
-        "token = randomness.draw(probs[0], text.place(len(draft)))",
+        "_draw",
+        "token = randomness.draw(probs[0], text.place(drafted))",
         "token = probs[0].argmax()",
         law(SAMPLED),
     ),
@@ -214,7 +214,7 @@ MUTANTS = [
         "propose",
         "return in_a_row([self.empty, *draft])",
         "for _ in range(limit - len(draft)):\n"
-        "        draft.append(Draft(context[:1] * 0, probs, [logits]))\n"
+        "        draft.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
         "    return in_a_row([self.empty, *draft])",
         law(LONG, ADAPTIVE),
     ),
@@ -378,8 +378,8 @@ MUTANTS = [
         "an all-accepted round leaves a hole in the draft model's cache",
         ModelDrafter,
         "propose",
-        "start = self.cache.length\n",
-        "start = self.cache.length\n    start = start and len(text) - 1\n",
+        "context[self.cache.length :]",
+        "context[self.cache.length and len(text) - 1 :]",
         of(NO_HOLE, "llama"),
     ),
     Mutant(
@@ -387,10 +387,10 @@ MUTANTS = [
         "an unsure token is drawn, looked at and dropped",
         ModelDrafter,
         "propose",
-        "draft.append(Draft(token[None], probs, [logits]))\n",
-        "draft.append(Draft(token[None], probs, [logits]))\n"
-        "            if not policy.keep_drafting(raw_probability(logits[0], token)):\n"
-        "                draft.pop()\n",
+        "draft.append(step)\n",
+        "draft.append(step)\n"
+        "        if not policy.keep_drafting(confidence_of(step)):\n"
+        "            draft.pop()\n",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -442,9 +442,9 @@ MUTANTS = [
         29,
         "the draft races with other exponentials than the target",
         ModelDrafter,
-        "propose",
-        "text.place(len(draft))",
-        "text.place(len(draft) + 1000)",
+        "_draw",
+        "text.place(drafted)",
+        "text.place(drafted + 1000)",
         test_race.test_a_draft_is_kept_as_often_as_shared_exponentials_make_it,
     ),
     Mutant(

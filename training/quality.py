@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from cli.command_line import run_command
-from cli.options import TEMPERATURE, Groups, parser_of, within
+from cli.options import TEMPERATURE, Groups, run_script, within
 from cli.table import Row, table
 from decoding.run.session import load
 from model import Decoder, InputError
@@ -100,10 +99,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(
-        OPTIONS, prog="python -m training.quality", description=__doc__.splitlines()[0]
-    )
-    return run_command(lambda: run(parser.parse_args(arguments)))
+    return run_script(run, OPTIONS, "python -m training.quality", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from gguf.quants import dequantize
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, models
 
-from cli.command_line import run_command, say
+from cli.command_line import say
 from cli.files import explaining
-from cli.options import Groups, parser_of
+from cli.options import Groups, run_script
 from model import InputError, ModelConfig, build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer
@@ -133,9 +133,12 @@ OPTIONS: Groups = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(OPTIONS, prog="python -m weights.fetch", description=__doc__.splitlines()[0])
-    return run_command(
-        lambda: print(fetch(parser.parse_args(arguments).out)),
+    return run_script(
+        lambda options: print(fetch(options.out)),
+        OPTIONS,
+        "python -m weights.fetch",
+        __doc__,
+        arguments,
         "interrupted: nothing was changed; run the same command again",
     )
 

@@ -75,16 +75,16 @@ class KeptTensors:
         place = zlib.crc32(f"{self.folder.name}/{name}".encode())
         return zlib.crc32(content, place).to_bytes(SUM_BYTES, "little")
 
-    def drop_oldest(self, largest: int = LARGEST) -> None:
+    def drop_oldest(self) -> None:
         """Delete the folders of other checkpoints, those least recently used first, until all
-        copies take at most ``largest`` bytes.
+        copies take at most ``LARGEST`` bytes.
 
         A process that has read a copy keeps it, since the file is mapped.
         """
         with suppress(OSError):  # another process deletes too
             folders = sorted(copies_folder().iterdir(), key=lambda each: each.stat().st_mtime)
             for folder in folders:
-                if folder != self.folder and size(copies_folder()) > largest:
+                if folder != self.folder and size(copies_folder()) > LARGEST:
                     shutil.rmtree(folder)
 
 

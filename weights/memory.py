@@ -16,7 +16,6 @@ from model import FULL, PREFILL_CHUNK, Decoder, InputError, LayerPlan, ModelConf
 from model.fast import static_capacity
 from model.layers import wide_dtype
 
-LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 # of each logit, in the wide dtype, while it becomes a probability under every filter
 LOGIT_COPIES = 4
@@ -49,20 +48,20 @@ def estimate(
     positions: int,
     *,
     prompt: int,
-    draft: ModelConfig | None = None,
+    longest_draft: int,
+    draft_config: ModelConfig | None = None,
     fast_on: torch.device | None = None,
-    longest_draft: int = LONGEST_DRAFT,
     plan: LayerPlan | None = None,
     texts: int = 1,
 ) -> Memory:
     """Memory for decoding ``texts`` at once, each of up to ``positions`` tokens, of which the first
     ``prompt`` are the prompt.
 
-    ``draft`` is the config of a separate draft model, ``plan`` the layer plan of a draft by the
+    ``draft_config`` is that of a separate draft model, ``plan`` the layer plan of a draft by the
     target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
     ``model.fast`` prepares.
     """
-    models = [config] if draft is None else [config, draft]
+    models = [config, draft_config] if draft_config else [config]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
     entries = static_capacity(positions) if on_gpu else positions
     keys_and_values = sum(

@@ -16,9 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.command_line import run_command
 from cli.files import explaining
-from cli.options import Groups, parser_of, within
+from cli.options import Groups, run_script, within
 from cli.table import table
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
 from decoding.proof.judge import bar_of
@@ -86,10 +85,13 @@ def judge(plain: str, speculative: str, bound: float, paths: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(
-        OPTIONS, prog="python -m decoding.proof", description=__doc__.splitlines()[0]
+    return run_script(
+        lambda options: judge(**vars(options)),
+        OPTIONS,
+        "python -m decoding.proof",
+        __doc__,
+        arguments,
     )
-    return run_command(lambda: judge(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import math
 import runpy
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -27,7 +27,7 @@ import torch
 from cli.command_line import say
 from cli.files import one_line
 from decoding.break_even import KNOWN, BreakEven
-from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup
+from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup, check_drafter
 from decoding.run.calibration import kept_of, low_bit_steps
 from decoding.run.draft_options import DraftOptions, plan_for, plans_for_auto, policy_for
 from decoding.run.plan_file import DraftPlan
@@ -42,7 +42,7 @@ from weights.tokenizer import Tokenizer
 
 # Acceptance of tokens that are known without a model before any is observed; "forced 0": of the
 # guesses after forced ones.
-KNOWN_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5, "forced 0": 0.9}
+KNOWN_PRIORS = {"lookup 1": 0.3, "lookup 2": 0.5, "forced 0": 0.9}
 LONGEST_OF_AUTO = 7  # tokens per draft: a ninth row is beyond a tile and may cost much more
 ROUND_OVERHEAD = 20e6  # work beside the weights, per round or draft step, in bytes read meanwhile
 VERIFY_SLOPE = 0.03  # of a plain round, for each drafted token that it verifies, in a large model
@@ -222,8 +222,8 @@ def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
     def make(cache: KVCache) -> Drafter:
         with blaming(kind):
             drafter = found(setting.model, cache)
-        for method in ("propose", "rollback"):
-            with suppress(AttributeError):  # absent, which the loop reports, or not to be set
+            check_drafter(drafter)
+            for method in ("propose", "rollback"):
                 setattr(drafter, method, blaming(kind, in_text=True)(getattr(drafter, method)))
         return drafter
 

@@ -18,6 +18,7 @@ from model import FULL, LOW_BITS, InputError, LayerPlan
 from weights.load import model_fingerprint
 
 GAMMA = 4  # tokens drafted per round by default
+LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
 READ = {*SUBLAYERS, "bits", "head_bits", "gamma", "threshold", "kept_share", "model"}

@@ -17,13 +17,14 @@ from decoding.break_even import BreakEven
 from decoding.grammar import Grammar, Vocabulary
 from decoding.run.draft_options import DraftOptions, plan_for, plans_for_auto
 from decoding.run.options import DRAFTING, GRAMMARS, TOGETHER, check_option
+from decoding.run.plan_file import LONGEST_DRAFT
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError
 from weights.load import model_folder, pick_dtype, read_config, shown_name
-from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
+from weights.memory import Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
@@ -186,7 +187,7 @@ class Request:
             "dtype": self.dtype,
             "positions": self.capacity,
             "prompt": len(self.ids),
-            "draft": read_config(model_folder(draft.draft_model)) if draft.draft_model else None,
+            "draft_config": draft.draft_model and read_config(model_folder(draft.draft_model)),
             "longest_draft": longest if draft.gamma is None else draft.gamma,
             "plan": chosen.plan if chosen and not is_auto else None,
         }

@@ -75,7 +75,7 @@ class Session:
         self.streaming.close()
         asked = self.asked(options)
         task = self.task(self.request.encode(prompt, asked), asked)
-        longest = len(task.text) + task.text.remaining
+        longest = task.text.longest
         if self.writer is None or self.writer.capacity < longest:
             rounded_up = -(-longest // POSITIONS) * POSITIONS
             self.writer = self.new_writer(min(rounded_up, self.model.max_positions))
@@ -94,7 +94,7 @@ class Session:
             raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
         asked = self.asked(options)
         tasks = self.tasks([self.request.encode(prompt, asked) for prompt in prompts], asked)
-        capacity = max((len(task.text) + task.text.remaining for task in tasks), default=1)
+        capacity = max((task.text.longest for task in tasks), default=1)
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
 

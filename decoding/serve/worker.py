@@ -145,8 +145,8 @@ def context_length(command_line: Request, slots: int) -> int:
     config = command_line.config
     free = free_bytes(command_line.device)
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
-    draft = command_line.needs()["draft"] or config
-    positions = min(command_line.capacity, draft.max_positions)
+    draft_config = command_line.needs()["draft_config"] or config
+    positions = min(command_line.capacity, draft_config.max_positions)
 
     def memory_for(positions: int) -> Memory:
         return command_line.memory(

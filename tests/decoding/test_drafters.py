@@ -4,6 +4,7 @@ tokens.
 
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -187,6 +188,7 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
     expected = tokens[max(found)[1] :][:limit] if found else []
     text = text_of(tokens, vocab=65537)
     rest = SamplingParams(), FixedLength(5), SeededRandomness(0)
-    draft = PromptLookup(65537, longest=longest).propose(text, limit, *rest)
+    with patch.object(PromptLookup, "LONGEST", longest):
+        draft = PromptLookup(65537).propose(text, limit, *rest)
     assert draft.tokens.tolist() == expected and draft.probs.shape == (len(expected), 65537)
     assert draft.probs.sum().item() == len(expected)

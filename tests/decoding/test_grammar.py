@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.break_even import BreakEven
 from decoding.drafters import BestOf, Drafter, ForcedTokens, ModelDrafter, PromptLookup
 from decoding.grammar import Grammar, Vocabulary
 from decoding.policies import AdaptiveExit, FixedLength, Policy
@@ -31,7 +30,16 @@ from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, KVCache
 from tests.calls import recorded
-from tests.laws import EXACT, TABLE_DRAFTERS, prefilled, random_tables, text_of, tiny_model
+from tests.laws import (
+    EXACT,
+    TABLE_DRAFTERS,
+    QuickBreakEven,
+    QuickExit,
+    prefilled,
+    random_tables,
+    text_of,
+    tiny_model,
+)
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
@@ -79,8 +87,8 @@ STOPS: list[dict[str, Any]] = [
 POLICIES: list[Callable[[], Policy]] = [
     lambda: FixedLength(2),
     lambda: FixedLength(3),
-    lambda: AdaptiveExit(0.45, 3, step=0.3, threshold_memory=0.5),
-    lambda: BreakEven({"model": 0.45, "known": 0.1}, 3, memory=0.5),
+    lambda: QuickExit(0.45, 3, step=0.3),
+    lambda: QuickBreakEven({"model": 0.45, "known": 0.1}, 3),
 ]
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import decoding.randomness
 from decoding import verify
-from decoding.break_even import BreakEven
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
 from decoding.proof.judge import Setup, bias, run_loop
@@ -42,7 +41,8 @@ from tests.laws import (
     FALSE_ALARM,
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
-    OneOffer,
+    QuickBreakEven,
+    QuickOneOffer,
     chi_square_p_value,
     random_tables,
     speculated,
@@ -59,8 +59,8 @@ def no_three_alike(tokens: Sequence[int], vocab: int = 2) -> Tensor:
 POLICIES = {
     "fixed": lambda: FixedLength(2),
     "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
-    "break-even": lambda: OneOffer(0.45, 2, memory=0.5),
-    "best": lambda: BreakEven({"model": 0.45, "known": 0.45}, 2, memory=0.5),
+    "break-even": lambda: QuickOneOffer(0.45, 2),
+    "best": lambda: QuickBreakEven({"model": 0.45, "known": 0.45}, 2),
     "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
 }
 REQUESTS = {

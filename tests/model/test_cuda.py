@@ -301,7 +301,9 @@ def test_two_models_and_their_caches_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
 def test_memory_stays_within_the_estimate_captures_included(family: str) -> None:
     model = accelerate(model_of(family, 128))
-    needed = estimate(model.config, model.dtype, 600, prompt=540, fast_on=model.device)
+    needed = estimate(
+        model.config, model.dtype, 600, prompt=540, longest_draft=8, fast_on=model.device
+    )
     assert held_bytes(model) <= needed.weights * 1.01 + (1 << 20)
     params = SamplingParams(0.8, top_k=50, top_p=0.9)
     took = peak_bytes(lambda: text_by(model, "exit", params, prompt=540), model.device)

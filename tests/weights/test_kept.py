@@ -109,36 +109,41 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     FAULTS[fault](cache, monkeypatch)
+    monkeypatch.setattr("weights.kept.LARGEST", 0)
     kept = keep(model)
     for name in ("a", "b"):
         kept.write(name, CODES)
         assert kept.read(name) is None
-    kept.drop_oldest(0)
+    kept.drop_oldest()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "not kept" in said
     assert not list(kept.folder.glob("*"))
 
 
-def test_the_least_recently_used_are_dropped_first_but_never_its_own(tmp_path: Path) -> None:
+def test_the_least_recently_used_are_dropped_first_but_never_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading counts as use."""
     stores = [with_codes(write_folder(tmp_path / str(seed), seed=seed)) for seed in range(4)]
     for time, kept in enumerate(stores):
         os.utime(kept.folder, (time, time))
     assert keep(tmp_path / "0").read("a") is not None
     for files, left in ((4, {0, 1, 2, 3}), (2, {0, 1}), (0, {1})):
-        stores[1].drop_oldest(files * FILE_BYTES)
+        monkeypatch.setattr("weights.kept.LARGEST", files * FILE_BYTES)
+        stores[1].drop_oldest()
         assert {number for number in range(4) if stores[number].folder.exists()} == left
 
 
 def test_dropping_costs_a_process_that_uses_the_copies_nothing_but_another_write(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read tensor outlives its file, and writing to it does not change the file."""
     kept = with_codes(model)
     found = kept.read("a")
     found[0] = 7
     assert kept.read("a")[0] == 0
-    keep(write_folder(tmp_path / "own", seed=9)).drop_oldest(0)
+    monkeypatch.setattr("weights.kept.LARGEST", 0)
+    keep(write_folder(tmp_path / "own", seed=9)).drop_oldest()
     assert torch.equal(found[1:], CODES.flatten()[1:]) and kept.read("a") is None
     kept.write("a", CODES)
     assert torch.equal(kept.read("a"), CODES.flatten())

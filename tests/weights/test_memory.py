@@ -3,6 +3,7 @@ refusal.
 """
 
 import gc
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,15 +53,17 @@ LLAMA_8B, LLAMA_1B = map(
 def test_weights_and_cache_are_counted_to_the_byte(family, data, positions):
     config = parse_config(data.draw(configs(family)))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
-    needed, model = estimate(config, dtype, positions, prompt=1), build(config).to(dtype)
+    needed = estimate(config, dtype, positions, prompt=1, longest_draft=8)
+    model = build(config).to(dtype)
     cache = model.new_cache(positions)
     assert needed.weights == held_bytes(model)
     assert needed.cache == sum(tensor.nbytes for tensor in [*cache.keys, *cache.values])
 
 
 def test_a_draft_model_adds_its_weights_and_cache_but_shares_the_workspace():
-    alone, draft = (estimate(each, torch.float16, 300, prompt=9) for each in (LLAMA_8B, LLAMA_1B))
-    both = estimate(LLAMA_8B, torch.float16, 300, prompt=9, draft=LLAMA_1B)
+    in_half = partial(estimate, dtype=torch.float16, positions=300, prompt=9, longest_draft=8)
+    alone, draft = map(in_half, (LLAMA_8B, LLAMA_1B))
+    both = in_half(LLAMA_8B, draft_config=LLAMA_1B)
     assert (both.weights, both.cache) == (alone.weights + draft.weights, alone.cache + draft.cache)
     assert both.workspace == alone.workspace
 

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cli.command_line import run_command, say
+from cli.command_line import say
 from cli.device import keep_freed_memory, pick_device
 from cli.files import explaining, read_json_lines, write_text
-from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, parser_of, within
+from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
 from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
@@ -156,11 +156,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(
-        OPTIONS, prog="python -m training.corpus", description=__doc__.splitlines()[0]
-    )
-    return run_command(
-        lambda: run(parser.parse_args(arguments)),
+    return run_script(
+        run,
+        OPTIONS,
+        "python -m training.corpus",
+        __doc__,
+        arguments,
         "interrupted: run the same command again to continue",
     )
 

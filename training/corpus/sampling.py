@@ -35,6 +35,6 @@ def sample_texts(
         Task(Text(prompt, rules, model), plain(model), params, Coupling("race", seed, index))
         for index, prompt in enumerate(prompts)
     ]
-    capacity = min(model.max_positions, longest + max_new_tokens)
+    capacity = max(task.text.longest for task in tasks)
     Scheduler(model, capacity, min(MOST_TOGETHER, len(tasks))).write_all(tasks)
     return [task.text.generated for task in tasks]

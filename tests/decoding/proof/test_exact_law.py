@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.break_even import BreakEven
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.proof.judge import Setup, bias
 from decoding.proof.plain_law import Request
@@ -20,7 +19,15 @@ from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.sampling import SamplingParams
 from model import Decoder
 from tests.configs import FAMILIES
-from tests.laws import EXACT, REAL_DRAFTERS, TABLE_DRAFTERS, OneOffer, tiny_model
+from tests.laws import (
+    EXACT,
+    REAL_DRAFTERS,
+    TABLE_DRAFTERS,
+    QuickBreakEven,
+    QuickExit,
+    QuickOneOffer,
+    tiny_model,
+)
 
 
 def no_letter_twice(tokens: Sequence[int], eos_ids: frozenset[int]) -> Tensor:
@@ -50,9 +57,9 @@ AXES: dict[str, dict[str, object]] = {
         "fixed 2": lambda: FixedLength(2),
         "fixed 1": lambda: FixedLength(1),
         "fixed 0": lambda: FixedLength(0),
-        "adaptive": lambda: AdaptiveExit(0.45, 2, step=0.3, threshold_memory=0.5),
-        "break-even": lambda: OneOffer(0.45, 2, memory=0.5),
-        "best": lambda: BreakEven({"model": 0.45, "known": 0.1}, 2, memory=0.5),
+        "adaptive": lambda: QuickExit(0.45, 2, step=0.3),
+        "break-even": lambda: QuickOneOffer(0.45, 2),
+        "best": lambda: QuickBreakEven({"model": 0.45, "known": 0.1}, 2),
         "gate": lambda: ConfidenceGate(FixedLength(2), 0.4),
         "gate on adaptive": lambda: ConfidenceGate(AdaptiveExit(0.5, 2), 0.3),
     },
