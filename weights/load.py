@@ -63,7 +63,7 @@ class StoredTensor:
             tensor = file.get_tensor(self.name)  # mapped: only what is copied is read
         if cut is not None:
             dimension, part = cut
-            return tensor.exceeds_float16(dimension, part.start, len(part)).clone()
+            return tensor.narrow(dimension, part.start, len(part)).clone()
         copy = torch.empty_like(tensor)
         np.copyto(bytes_of(copy), bytes_of(tensor))
         return copy
