@@ -125,8 +125,8 @@ def low_bits_of(model: Decoder) -> LayerPlan | None:
 
 @contextmanager
 def watched_peak(device: torch.device) -> Iterator[Row]:
-    """Peak of the memory that this process takes more within the block, known after it; an empty
-    row but on a CPU, under Linux.
+    """Row with the most memory that this process takes within the block beyond what it had before,
+    filled at its end. It stays empty elsewhere than on a CPU under Linux.
     """
     peak: Row = {}
     is_watched = device.type == "cpu" and CLEAR_PEAK.exists()
