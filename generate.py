@@ -1,7 +1,7 @@
 """Write text with a language model, speculatively: ``python generate.py "PROMPT"``."""
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -9,16 +9,16 @@ import argparse
 import os
 import sys
 
-from cli.command_line import run_command
-from cli.files import explaining
-from decoding.run.compare import comparison
-from decoding.run.options import make_parser
-from decoding.run.request import Request
-from decoding.run.session import Session, load
-from decoding.run.together import Scheduler
-from decoding.run.writer import Sample
-from decoding.show.interactive import converse
-from decoding.show.output import Output
+from app.chat import converse
+from app.command_line import run_command
+from app.compare import comparison
+from app.files import explaining
+from app.options import make_parser
+from app.output import Output
+from app.request import Request
+from app.session import Session, load
+from app.together import Scheduler
+from app.writer import Sample
 from weights.kept import describe_copies
 from weights.memory import check_fits
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
             "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
             (ModuleNotFoundError,),
         ):
-            from decoding.serve.app import Server
+            from app.server.app import Server
         Server(request).serve_until_stopped()
     elif options.interactive:
         converse(Session(request))
@@ -78,7 +78,7 @@ def generate(model: str, prompt: str, **options: object) -> Sample:
 def main(arguments: list[str] | None = None) -> int:
     """The command line, in one process or on one rank of several; returns its exit status."""
     if os.environ.get("WORLD_SIZE", "1") not in ("0", "1"):
-        from decoding.run.ranks import run_on_ranks
+        from app.ranks import run_on_ranks
 
         return run_on_ranks(lambda: make_parser().parse_args(arguments), write)
     return run_command(lambda: run(make_parser().parse_args(arguments)))

@@ -7,7 +7,7 @@ process, up to the order of sums.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -29,9 +29,9 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from cli.command_line import run_command
-from cli.device import keep_freed_memory, pick_device
-from cli.files import atomic_path, explaining, read_json, write_text
+from app.command_line import run_command
+from app.device import keep_freed_memory, pick_device
+from app.files import atomic_path, explaining, read_json, write_text
 from model import Decoder, InputError, build, parse_config
 from training.options import parse_options
 from training.recipe import (

@@ -5,7 +5,7 @@ a busy moment of the machine slows all alike. Only ratios can be compared.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -20,20 +20,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from app.chooser import load_setting
+from app.command_line import run_command, say
+from app.device import machine, pick_device
+from app.files import check_place, read_json, write_json
+from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
+from app.picture import write_picture
+from app.prompt import encode_prompt
+from app.table import Row, table
+from app.writer import GAMMA
 from benchmark.contenders import LIBRARIES, Bench, find_drafts, library_contenders
 from benchmark.off_grid import off_grid_folder
 from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
 from benchmark.shapes import NAMED, measure_shape, plot_shapes
-from cli.command_line import run_command, say
-from cli.device import machine, pick_device
-from cli.files import check_place, read_json, write_json
-from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
-from cli.picture import write_picture
-from cli.table import Row, table
-from decoding.run.chooser import load_setting
-from decoding.run.prompt import encode_prompt
-from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from model import InputError
 from search.texts import PROMPTS

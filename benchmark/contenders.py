@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from cli.command_line import say
-from cli.files import explaining
+from app.chooser import Setting
+from app.command_line import say
+from app.draft_options import DraftOptions
+from app.files import explaining
+from app.writer import GAMMA, Drafting, Writer
 from decoding.rounds import Round
-from decoding.run.chooser import Setting
-from decoding.run.draft_options import DraftOptions
-from decoding.run.writer import GAMMA, Drafting, Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
 from search.costs import CostTable, measure_costs

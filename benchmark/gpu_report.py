@@ -5,7 +5,7 @@ takes too long does not stop the others.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -18,10 +18,10 @@ from tempfile import TemporaryFile
 
 import torch
 
-from cli.command_line import say
-from cli.device import machine
-from cli.files import write_text
-from cli.options import MODEL, Groups, run_script
+from app.command_line import say
+from app.device import machine
+from app.files import write_text
+from app.parsers import MODEL, Groups, run_script
 
 OPTIONS: Groups = {
     "": {

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
+from app.table import Row
 from benchmark.contenders import load_llama_cpp
 from benchmark.timing import POSITION, timed
-from cli.table import Row
 from model import Decoder, InputError, ModelConfig
 
 STEPS = 9  # that are timed, one after another

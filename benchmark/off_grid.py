@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cli.command_line import say
-from decoding.run.calibration import PROMPTS as CALIBRATION
-from decoding.run.calibration import input_squares, linear_layers
-from decoding.run.prompt import encode_prompt
+from app.calibration import PROMPTS as CALIBRATION
+from app.calibration import input_squares, linear_layers
+from app.command_line import say
+from app.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate

@@ -3,8 +3,8 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cli.picture import MUTED, RULE
-from cli.table import Row
+from app.picture import MUTED, RULE
+from app.table import Row
 from search.texts import PROMPTS
 
 

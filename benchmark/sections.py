@@ -15,6 +15,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from app.files import read_json
+from app.prompt import encode_prompt
+from app.request import vocabulary
+from app.table import Row
+from app.together import Scheduler
+from app.writer import Drafting, Sample, Task, Writer, plain
 from benchmark.contenders import (
     LENGTHS,
     LIBRARIES,
@@ -25,16 +31,10 @@ from benchmark.contenders import (
     decode,
 )
 from benchmark.timing import floor_of, take_turns, timed
-from cli.files import read_json
-from cli.table import Row
 from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.prompt import encode_prompt
-from decoding.run.request import vocabulary
-from decoding.run.together import Scheduler
-from decoding.run.writer import Drafting, Sample, Task, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from search.costs import CostTable

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from app.files import read_json
+from app.plan_file import LONGEST_DRAFT
+from app.table import Row
 from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
 from benchmark.timing import POSITION, REPEATS, floor_of, take_turns, timed
-from cli.files import read_json
-from cli.table import Row
-from decoding.run.plan_file import LONGEST_DRAFT
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from search.costs import CostTable, best_speedup

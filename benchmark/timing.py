@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cli.table import Row
+from app.table import Row
 from model import Decoder, LayerPlan, now
 from weights.memory import bytes_read
 

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from app.files import read_json
+from app.picture import INK, MUTED, RED, RULE, write_picture
 from benchmark.shapes import NAMED
-from cli.files import read_json
-from cli.picture import INK, MUTED, RED, RULE, write_picture
 from search.costs import CostTable, best_speedup, predicted_speedup
 
 FOLDER = Path(__file__).parent

@@ -5,7 +5,7 @@ of every layer.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -17,9 +17,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cli.options import MODEL, Groups, run_script
-from cli.picture import RULE, write_picture
-from decoding.run.characters import Labels
+from app.characters import Labels
+from app.parsers import MODEL, Groups, run_script
+from app.picture import RULE, write_picture
 from docs.figures import GREEN, explained, sheet, tiles
 from model import Decoder, InputError
 from training.recipe import layer_outputs

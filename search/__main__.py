@@ -9,7 +9,7 @@ the fastest is written (``write_best``).
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -22,14 +22,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cli.command_line import say
-from cli.device import machine, pick_device
-from cli.files import check_place
-from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
-from cli.picture import write_picture
-from cli.table import table
-from decoding.run.calibration import importance_steps
-from decoding.run.chooser import load_setting
+from app.calibration import importance_steps
+from app.chooser import load_setting
+from app.command_line import say
+from app.device import machine, pick_device
+from app.files import check_place
+from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
+from app.picture import write_picture
+from app.table import table
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.run.chooser import Setting
+from app.chooser import Setting
 from decoding.sampling import distribution
 from model import Decoder, LayerPlan, ModelConfig, Twins
 from model.layers import Positions, attend_masked, layer_positions

@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from cli.table import Row
+from app.chooser import Setting, by_plan, plan_in_words
+from app.plan_file import DraftPlan, write_plan
+from app.table import Row
+from app.writer import Drafting, Writer, plain
 from decoding.rounds import Statistics
-from decoding.run.chooser import Setting, by_plan, plan_in_words
-from decoding.run.plan_file import DraftPlan, write_plan
-from decoding.run.writer import Drafting, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import LayerPlan

@@ -27,11 +27,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from app.chooser import Setting
+from app.plan_file import LONGEST_DRAFT, DraftPlan
+from app.writer import Drafting, Writer, model_drafter
 from decoding.drafters import KnownTokens
 from decoding.policies import AdaptiveExit, FixedLength
-from decoding.run.chooser import Setting
-from decoding.run.plan_file import LONGEST_DRAFT, DraftPlan
-from decoding.run.writer import Drafting, Writer, model_drafter
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import InputError, LayerPlan

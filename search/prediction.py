@@ -20,8 +20,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cli.picture import INK, MUTED, RED, SCALE
-from decoding.run.plan_file import LONGEST_DRAFT
+from app.picture import INK, MUTED, RED, SCALE
+from app.plan_file import LONGEST_DRAFT
 from model import FULL, LOW_BITS, LayerPlan
 from search.acceptance import Acceptance, Calibration
 from search.costs import CostTable, SublayerCosts, best_speedup

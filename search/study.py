@@ -20,9 +20,9 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
 
-from cli.command_line import say
-from cli.files import explaining
-from decoding.run.chooser import Setting
+from app.chooser import Setting
+from app.command_line import say
+from app.files import explaining
 from decoding.verify import Coupling
 from model import FULL, InputError, LayerPlan
 from search.acceptance import Calibration

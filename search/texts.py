@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from cli.files import read_text
-from decoding.run.chooser import Setting
-from decoding.run.prompt import encode_prompt
-from decoding.run.writer import Writer
+from app.chooser import Setting
+from app.files import read_text
+from app.prompt import encode_prompt
+from app.writer import Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError

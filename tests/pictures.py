@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 
-from cli.picture import STYLE
+from app.picture import STYLE
 
 COUNTED = ("layer", "trial", "step", "tokens", "exit after layer")  # the names of axes that count
 

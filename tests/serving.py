@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import generate
-from decoding.run.options import make_parser
-from decoding.serve.app import Server
-from decoding.serve.worker import Worker
+from app.options import make_parser
+from app.server.app import Server
+from app.server.worker import Worker
 from tests.folders import LLAMA, write_folder
 
 CHAT = (

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from cli.options import DEVICE, Groups, parser_of, within
+from app.parsers import DEVICE, Groups, parser_of, within
 from training.recipe import CURRICULA
 from weights.load import model_folder
 

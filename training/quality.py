@@ -5,7 +5,7 @@ compare models whose tokenizers differ.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from cli.options import TEMPERATURE, Groups, run_script, within
-from cli.table import Row, table
-from decoding.run.session import load
+from app.parsers import TEMPERATURE, Groups, run_script, within
+from app.session import load
+from app.table import Row, table
 from model import Decoder, InputError
 from training.corpus.stories import repetition, story_request
 from training.text import is_held_out, read_documents

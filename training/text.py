@@ -12,7 +12,7 @@ import torch
 from tokenizers import models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from cli.files import atomic_path, read_json_lines, read_text, write_json
+from app.files import atomic_path, read_json_lines, read_text, write_json
 from model import InputError
 from weights.tokenizer import Tokenizer, byte_level_tokenizer
 

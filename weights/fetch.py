@@ -7,7 +7,7 @@ a head, so llama.cpp interleaves the halves.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -24,9 +24,9 @@ from gguf.quants import dequantize
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, models
 
-from cli.command_line import say
-from cli.files import explaining
-from cli.options import Groups, run_script
+from app.command_line import say
+from app.files import explaining
+from app.parsers import Groups, run_script
 from model import InputError, ModelConfig, build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer

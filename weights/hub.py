@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
 from rich.filesize import decimal
 
-from cli.files import one_line, read_json
+from app.files import one_line, read_json
 from model import InputError, ModelConfig, parse_config
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES

@@ -16,8 +16,8 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from cli.command_line import say
-from cli.files import atomic_path, explaining
+from app.command_line import say
+from app.files import atomic_path, explaining
 from model import InputError, cache_folder
 from weights.load import bytes_of, model_fingerprint
 

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cli.command_line import say
-from cli.files import explaining, read_json
+from app.command_line import say
+from app.files import explaining, read_json
 from model import Cut, Decoder, InputError, ModelConfig, Shard, build, parse_config
 from model.fast import multiplies_bf16
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from cli.files import atomic_path, explaining, read_optional_json, write_json
+from app.files import atomic_path, explaining, read_optional_json, write_json
 from model import Decoder
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -18,7 +18,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from cli.files import explaining, read_optional_json, read_text
+from app.files import explaining, read_optional_json, read_text
 from model import InputError
 from model.config import LARGEST
 

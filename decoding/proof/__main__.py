@@ -4,7 +4,7 @@ Each is FILE.py:FUNCTION, called without arguments, and returns a text. See docs
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.files import explaining
-from cli.options import Groups, run_script, within
-from cli.table import table
+from app.files import explaining
+from app.parsers import Groups, run_script, within
+from app.table import table
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
 from decoding.proof.judge import bar_of
 from model.errors import InputError

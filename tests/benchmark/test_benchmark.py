@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import benchmark.__main__ as command
+from app.chooser import Setting
 from benchmark import sections, timing
 from benchmark.contenders import Bench, Written, find_drafts
 from benchmark.picture import picture
@@ -23,7 +24,6 @@ from benchmark.sections import (
 )
 from benchmark.timing import take_turns
 from decoding.rounds import Round
-from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
 from model import LayerPlan
 from search.costs import CostTable

@@ -4,8 +4,8 @@ use least.
 
 import torch
 
+from app.calibration import input_squares, linear_layers
 from benchmark.off_grid import add_noise, four_bit_grid, round_to_nearest, share_kept
-from decoding.run.calibration import input_squares, linear_layers
 from model import Decoder
 from search.texts import Continuation
 from tests.laws import tiny_model

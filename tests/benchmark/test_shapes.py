@@ -11,9 +11,9 @@ import torch
 from gguf import GGUFReader
 
 import benchmark.__main__ as command
+from app.files import read_json
 from benchmark import shapes
 from benchmark.llama_cpp import write_gguf
-from cli.files import read_json
 from model import parse_config
 from search.costs import CostTable, predicted_speedup
 from tests.calls import status_of

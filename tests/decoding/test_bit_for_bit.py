@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.run.chooser import Setting
-from decoding.run.draft_options import DraftOptions
-from decoding.run.prompt import encode_prompt
-from decoding.run.writer import Drafting, Writer
+from app.chooser import Setting
+from app.draft_options import DraftOptions
+from app.prompt import encode_prompt
+from app.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import generate
-from decoding.run.prompt import encode_prompt, tell_schema
-from decoding.serve import requests
-from decoding.serve.requests import MAX_SOURCE
+from app.prompt import encode_prompt, tell_schema
+from app.server import requests
+from app.server.requests import MAX_SOURCE
 from tests.commands import Run
 from tests.folders import END
 from tests.refusal import refusal

@@ -5,8 +5,8 @@ text.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.characters import TextStream
 from decoding.rounds import Round, Statistics
-from decoding.run.characters import TextStream
 from decoding.text import Patterns, Rules, Text
 from tests.laws import text_of
 

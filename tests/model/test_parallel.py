@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.chooser import Drafting
+from app.ranks import decide_as_rank_0
+from app.writer import Writer
 from decoding.break_even import BreakEven
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from decoding.run.chooser import Drafting
-from decoding.run.ranks import decide_as_rank_0
-from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling

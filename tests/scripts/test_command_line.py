@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import generate
-from cli import device
-from decoding.run.characters import TextStream
+from app import device
+from app.characters import TextStream
 from tests.calls import interrupted
 from tests.commands import Run
 from tests.folders import LLAMA, write_folder
@@ -227,7 +227,7 @@ def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
 def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("decoding.run.session.load_model")
+    monkeypatch.delattr("app.session.load_model")
     whole = run("--model", model, "--dry-run")
     assert whole.status == 0 and re.fullmatch(
         r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, total: .+,"

@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 
 import generate
+from app import writer
+from app.compare import MOST_TURNS, TURNS, comparison
 from decoding.policies import FixedLength
 from decoding.rounds import Round
-from decoding.run import writer
-from decoding.run.compare import MOST_TURNS, TURNS, comparison
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -113,7 +113,7 @@ def test_turns_that_disagree_are_told(model: str, monkeypatch: pytest.MonkeyPatc
     ticks = accumulate(count(step=1.0))
     monkeypatch.setattr(writer, "now", lambda device: next(ticks))
     _, compared = idly_written(model, 48)
-    monkeypatch.setattr("decoding.run.compare.UNSTEADY", 1.01)
+    monkeypatch.setattr("app.compare.UNSTEADY", 1.01)
     assert "the turns differ much: compare again on an idle machine" in compared()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.start import specdec
+from app.start import specdec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,7 +31,7 @@ def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() ->
 def test_the_console_command_is_generate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert PROJECT["scripts"] == {"specdec": "cli.start:specdec"}
+    assert PROJECT["scripts"] == {"specdec": "app.start:specdec"}
     monkeypatch.setattr(sys, "argv", ["specdec", "--temperature", "-1", "the hen"])
     with pytest.raises(SystemExit, match="2"):
         specdec()

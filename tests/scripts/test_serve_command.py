@@ -50,7 +50,7 @@ def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text
 def test_a_wrong_address_and_a_port_in_use_are_refused_before_anything_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoding.run.session.load_model", None)
+    monkeypatch.setattr("app.session.load_model", None)
     for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
         said = run("--serve", address).complaint
         assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
@@ -63,7 +63,7 @@ def test_a_wrong_address_and_a_port_in_use_are_refused_before_anything_is_loaded
 def test_without_its_libraries_one_line_says_how_to_get_them(
     chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "decoding.serve.app", raising=False)
+    monkeypatch.delitem(sys.modules, "app.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = run("--serve", "0", "--model", chat_model).complaint
     assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from decoding.run.writer import Writer
+from app.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling

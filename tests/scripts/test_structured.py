@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 import generate
+from app.files import read_json
+from app.session import Session
 from benchmark.sections import SCHEMAS
-from cli.files import read_json
-from decoding.run.session import Session
 from tests.serving import serving
 
 MODEL = "smollm2-135m-instruct"

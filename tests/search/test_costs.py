@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.chooser import Setting
+from app.plan_file import DraftPlan
+from app.writer import Drafting, Writer
 from decoding.policies import AdaptiveExit
-from decoding.run.chooser import Setting
-from decoding.run.plan_file import DraftPlan
-from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.chooser import Setting
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.enumeration import Enumerator, RaceEnumerator
 from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
-from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from decoding.verify import Verify, verify_by_race, verify_by_ratio

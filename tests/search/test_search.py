@@ -16,10 +16,10 @@ import torch
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from app.chooser import Setting
+from app.plan_file import DraftPlan, read_plan
+from app.writer import Drafting
 from decoding.policies import AdaptiveExit, FixedLength
-from decoding.run.chooser import Setting
-from decoding.run.plan_file import DraftPlan, read_plan
-from decoding.run.writer import Drafting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling

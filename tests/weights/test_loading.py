@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decoding.run import plan_file
-from decoding.run.plan_file import DraftPlan, read_plan
+from app import plan_file
+from app.plan_file import DraftPlan, read_plan
 from model import Cut, InputError, LayerPlan, Shard
 from model.fast import gpu_bits
 from tests.configs import LLAMA3_ROPE

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.device import pick_device
+from app.device import pick_device
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness

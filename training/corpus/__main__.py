@@ -5,7 +5,7 @@ and "response" per line.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from cli.start import start
+    from app.start import start
 
     start()
 
@@ -16,11 +16,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cli.command_line import say
-from cli.device import keep_freed_memory, pick_device
-from cli.files import explaining, read_json_lines, write_text
-from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
-from decoding.run.prompt import encode_prompt
+from app.command_line import say
+from app.device import keep_freed_memory, pick_device
+from app.files import explaining, read_json_lines, write_text
+from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
+from app.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from decoding.run.together import MOST_TOGETHER, Scheduler
-from decoding.run.writer import Task, plain
+from app.together import MOST_TOGETHER, Scheduler
+from app.writer import Task, plain
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from decoding.verify import Coupling

@@ -1,0 +1,245 @@
+"""The live view: what it shows is the text, on every kind of console, and nothing in the text acts
+on it.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.text import Text
+
+from app import trace, writer
+from app.characters import Labels, visible
+from app.trace import LiveTrace
+from decoding.rounds import Round
+from tests.commands import Run
+from tests.folders import write_folder
+
+END = 9
+RED, GREEN, BLUE = 1, 2, 4  # as ANSI numbers them
+# Words, a line break, a character of three bytes over two tokens and over three, a wide one, the
+# end of the text.
+PIECES = [
+    b" the",
+    b" quick",
+    b" fox",
+    b"\n",
+    b"\xe2\x9c",
+    b"\x94",
+    b"\xe2",
+    b"\x9c",
+    " 狐".encode(),
+    b"",
+]
+LABELS = Labels(lambda token: PIECES[token], {"<end>": END})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(
+    rounds: Iterable[Round],
+    *,
+    width: int = 100,
+    terminal: bool = False,
+    colour: bool = False,
+    labels: Labels = LABELS,
+) -> str:
+    """What the view writes; a policy without a threshold, rounds half a second apart, no pauses."""
+    file = Terminal() if terminal else io.StringIO()
+    console = Console(
+        file=file,
+        width=width,
+        force_terminal=terminal or colour,
+        color_system="standard" if terminal or colour else None,
+        _environ={} if colour else {"NO_COLOR": "1"},
+    )
+    with LiveTrace(console, labels, pause=0) as view:
+        for number, round in enumerate(rounds, 1):
+            view.add(round, number / 2)
+    return file.getvalue()
+
+
+def screen(output: str, width: int) -> list[str]:
+    """What a terminal shows in the end, lines scrolled away included, without spaces at their
+    ends.
+    """
+    emulated = pyte.HistoryScreen(width, 24, history=10_000, ratio=1)
+    pyte.Stream(emulated).feed(output.replace("\n", "\r\n"))
+    past = ["".join(row[column].data for column in range(width)) for row in emulated.history.top]
+    return "\n".join(line.rstrip() for line in [*past, *emulated.display]).rstrip().split("\n")
+
+
+def spelled(tokens: Iterable[int]) -> str:
+    return b"".join(PIECES[token] for token in tokens).decode("utf-8", errors="replace")
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> list[Round]:
+    """Rounds as the loop yields them, of any tokens but END in any order."""
+    rounds, position, tokens = [], 5, st.integers(0, END - 1)
+    for _ in range(draw(st.integers(1, 12))):
+        drafted = draw(st.lists(tokens, max_size=4))
+        accepted = draw(st.integers(0, len(drafted)))
+        rounds.append(Round(position, drafted, accepted, [*drafted[:accepted], draw(tokens)]))
+        position += accepted + 1
+    return rounds
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(rounds=texts())
+def test_without_colour_the_text_is_what_stands_outside_the_rejections(rounds: list[Round]) -> None:
+    shown = show(rounds)
+    legend, body = shown.removesuffix("\n").split("\n", 1)
+    assert legend == "[accepted] {-rejected-} {~discarded~} the target's own token"
+    kept = re.sub(r"{-.*?-}|{~.*?~}|[][]", "", body)
+    assert kept == spelled(token for round in rounds for token in round.emitted)
+    assert "\x1b" not in shown
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(rounds=texts())
+def test_with_colour_green_and_blue_are_the_text_and_what_failed_is_struck_through(
+    rounds: list[Round],
+) -> None:
+    """Rejected tokens in red; those drafted after them dim, since they were never judged."""
+    body = Text.from_ansi(show(rounds, colour=True).split("\n", 1)[1].removesuffix("\n"))
+    runs = [(span.style, body.plain[span.start : span.end]) for span in body.spans]
+    for style, _ in runs:
+        assert bool(style.strike) == (bool(style.dim) or style.color.number == RED)
+        assert style.dim or style.color.number in (RED, GREEN, BLUE)
+    kept = "".join(text for style, text in runs if not style.strike)
+    assert kept.replace("\n", "") == spelled(
+        token for round in rounds for token in round.emitted
+    ).replace("\n", "")
+    failed = [len(round.drafted) - round.accepted for round in rounds]
+    assert any(style.color and style.color.number == RED for style, _ in runs) == any(failed)
+    assert any(style.dim for style, _ in runs) == (max(failed) > 1)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(rounds=texts())
+def test_a_terminal_shows_every_word_once_in_whole_lines(rounds: list[Round]) -> None:
+    """Redrawing loses nothing and leaves nothing behind: the screen holds what a pipe would,
+    wrapped.
+    """
+    lines = screen(show(rounds, width=40, terminal=True, colour=True), 40)
+    expected = Text.from_ansi(show(rounds, colour=True)).plain
+    assert "".join("".join(lines).split()) == "".join(expected.split())
+    words = {
+        word for line in expected.split("\n") for word in line.split(" ") if 0 < len(word) <= 20
+    }
+    assert all(any(word in line for line in lines) for word in words), (
+        "a word that fits a line was broken"
+    )
+
+
+def test_a_draft_is_seen_dim_before_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, seen = Terminal(), []
+    console = Console(
+        file=file, width=60, force_terminal=True, color_system="standard", _environ={}
+    )
+    monkeypatch.setattr(
+        trace.time, "sleep", lambda seconds: seen.append((seconds, file.getvalue()))
+    )
+    with LiveTrace(console, LABELS) as view:
+        view.add(Round(5, [], 0, [0]), 1.0)
+        view.add(Round(6, [1, 2], 1, [1, 0]), 2.0)
+    ((seconds, before),) = seen
+    assert seconds == trace.PAUSE
+    assert "\x1b[2m quick fox" in before and screen(before, 60)[1] == " the quick fox"
+    assert "\x1b[32m quick" in file.getvalue() and "\x1b[9;31m fox" in file.getvalue()
+
+
+def test_what_is_taken_back_is_named_and_what_follows_is_whole() -> None:
+    """Also where the taken tokens hold half of a character, which is forgotten."""
+    rounds = [
+        Round(5, [0, 1], 2, [0, 1, 2], retracted=[1, 2]),
+        Round(6, [], 0, [4], retracted=[4]),
+        Round(6, [6, 7], 2, [6, 7, 5]),
+        Round(9, [], 0, [0]),
+    ]
+    body = show(rounds).split("\n")[1]
+    assert body == '[ the quick] fox<taken back: " quick fox"><taken back: "�">✔ the'
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_nothing_in_the_text_acts_on_the_terminal(colour: bool) -> None:
+    hostile = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202e\u2028[red]x[/red]\x7f\x00"
+    labels = Labels(lambda token: hostile.encode(), {})
+    shown = show([Round(5, [1, 1], 1, [1, 1], retracted=[1])], colour=colour, labels=labels)
+    left = re.sub(r"\x1b\[[0-9;]*m", "", shown) if colour else shown
+    assert left.count("\n") == 2 and all(
+        character.isprintable() for character in left.replace("\n", "")
+    )
+    assert "[red]x[/red]" in left, "markup was obeyed"
+
+
+def test_a_token_is_labelled_by_its_text_its_bytes_or_its_name() -> None:
+    assert [LABELS(token) for token in (0, 3, 4, END)] == [" the", "↵", "\\xe2\\x9c", "<end>"]
+    for text in ("naïve café 狐 👩\u200d🚀 a b", "x"):
+        assert visible(text) == text
+    assert visible("a\n\tb") == "a↵⇥b"
+    assert Labels(lambda token: b"  " if token else b"", {})(1) == "␣␣"
+    assert Labels(lambda token: b"", {})(12) == "#12"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a plan."""
+    folder = tmp_path_factory.mktemp("models")
+    write_folder(folder / "model")
+    (folder / "plan.json").write_text('{"attn": [1], "mlp": [2]}')
+    return folder
+
+
+DRAFTS = {
+    "lookup": "--ban a",
+    "skip": "--plan {}/plan.json --num-samples 3 --temperature 1 --seed 4",
+    "exit": "--compare --num-samples 2 --temperature 1 --seed 3",
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_draft_can_be_watched_without_changing_the_text(
+    draft: str, models: Path, tmp_path: Path, run: Run
+) -> None:
+    """--trace writes to standard error beside --json, --html its file; the objects are as without
+    them.
+    """
+    options = f"--model {models}/model --draft {draft} {DRAFTS[draft]} --json --max-new-tokens 12"
+    page, asked = tmp_path / "page.html", ["the hen and the", *options.format(models).split()]
+    plain, watched = run(*asked), run(*asked, "--trace", "--html", page)
+    tokens = [each["tokens"] for each in plain.objects]
+    assert tokens and [each["tokens"] for each in watched.objects] == tokens
+    assert watched.err.count("{~discarded~} the target's own token") == len(tokens)
+    assert watched.err.count(str(page)) == 1 and page.stat().st_size > 1000
+
+
+def test_ctrl_c_keeps_what_was_there(
+    models: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 130, the trace with its line of statistics, and a page of the rounds so far."""
+    production, page = writer.speculate, tmp_path / "page.html"
+
+    def interrupted(*arguments: Any, **named: Any) -> Iterator[Round]:
+        yield from islice(production(*arguments, **named), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "speculate", interrupted)
+    options = ["the hen", "--model", models / "model", "--draft", "none", "--trace"]
+    ended = run(*options, "--html", page)
+    assert ended.status == 130 and "1.00 tokens a round" in ended.err
+    (sample,) = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["samples"]
+    assert len(sample["rounds"]) == 3 and sample["finish"] == "interrupted"
