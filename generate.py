@@ -5,83 +5,70 @@ if __name__ == "__main__":  # before anything that takes long to import
 
     start()
 
-import argparse
 import os
 import sys
+from dataclasses import replace
 
 from app.chat import converse
 from app.command_line import run_command
-from app.compare import comparison
 from app.files import explaining
-from app.options import make_parser
-from app.output import Output
-from app.request import Request
-from app.session import Session, load
-from app.together import Scheduler
-from app.writer import Sample
-from weights.kept import describe_copies
-from weights.memory import check_fits
+from app.options import Options, parse
+from app.output import Output, comparison
+from app.prompt import read_prompt
+from app.session import Sample, Session, load
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     """Check, load, write."""
-    request = Request(options)
-    if options.dry_run:
-        copies = request.optional_copies()
-        print(check_fits(request.memory(), request.device, optional_copies=copies))
-        print(describe_copies())
-    elif options.serve:
+    session = Session(options)
+    if options.serve:
         with explaining(
             "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
             (ModuleNotFoundError,),
         ):
-            from app.server.app import Server
-        Server(request).serve_until_stopped()
+            from app.server import serve
+        serve(session)
     elif options.interactive:
-        converse(Session(request))
+        converse(session)
     else:
-        write(Session(request))
+        write(session)
 
 
 def write(session: Session) -> None:
-    """Write the samples of the session's request, and all that it asks about them."""
-    request = session.request
-    options = request.options
+    """Write the samples of the session's options, and all that they ask about them."""
+    options = session.options
+    ids: list[int] = []
+    if not options.dry_run or (options.prompt, options.prompt_file) != (None, None):
+        ids = session.encode(read_prompt(options))
+    line = session.check_memory(ids)
+    if options.dry_run:
+        print(line)
+        return
     output = Output(session)
-    first = output.tasks[0]
-    is_shown_beside_plain = options.compare or options.svg
-    slots = 1 if is_shown_beside_plain else session.slots(len(output.tasks), request.capacity)
+    options = replace(options, seed=options.rule.seed)
+    samples = [session.begin(ids, options, number) for number in range(options.num_samples)]
+    if options.compare or session.device.type == "cuda":
+        session.warm_up(ids)
     try:
-        if slots > 1:
-            scheduler = Scheduler(session.model, request.capacity, slots)
-            output.write(output.tasks, scheduler.write_all)
-            return
-        writer = session.new_writer(request.capacity)
-        writer.begin(request.ids)
-        if is_shown_beside_plain or request.device.type == "cuda":
-            writer.warm_up(first)
-        for task in output.tasks:
-            output.write([task], writer.write_all)
+        output.write(samples)
         if options.compare:
-            print(comparison(writer, first), file=sys.stderr)
-        if options.svg:
-            output.write_picture(writer.again(first, writer.plain))
+            print(comparison(session, samples[0]), file=sys.stderr)
     finally:  # complete samples are printed, also after Ctrl-C or an error
         output.close()
 
 
 def generate(model: str, prompt: str, **options: object) -> Sample:
-    """One text of a model: ``load`` and ``Session.write`` in one call. Raises InputError."""
+    """Return one text of a model: ``load`` and ``Session.write`` in one call."""
     return load(model, **options).write(prompt)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line, in one process or on one rank of several; returns its exit status."""
+    """Run the command line, in one process or on one rank of several; returns its exit status."""
     if os.environ.get("WORLD_SIZE", "1") not in ("0", "1"):
-        from app.ranks import run_on_ranks
+        from app.processes import run_on_ranks
 
-        return run_on_ranks(lambda: make_parser().parse_args(arguments), write)
-    return run_command(lambda: run(make_parser().parse_args(arguments)))
+        return run_on_ranks(lambda: parse(arguments), write)
+    return run_command(lambda: run(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,60 @@
-"""Options of ``generate.py``: the table of the command line, and the check of values that a call of
-Python or a request gives.
+"""Options of ``generate.py``: one dataclass, whose fields carry types, ranges, help and errors.
 
-Here options have their names and the values that were given, as an argparse Namespace;
-``app.request`` reads them into their types.
+The command line, Python's keywords and the server's requests all fill it, and its checks are the
+only ones of an option's type. Knows nothing of models: what depends on a checkpoint is checked by
+``app.session``.
 """
 
 from __future__ import annotations
 
-from argparse import BooleanOptionalAction, Namespace
+import argparse
+from argparse import BooleanOptionalAction
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from app.draft_options import GAMMA_LOW_BITS, KINDS, LONGEST_ADAPTIVE, DraftOptions
 from app.files import explaining
-from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, OneLineParser, parser_of, within
-from app.plan_file import GAMMA
-from decoding.verify import COUPLINGS
-from model import LOW_BITS, InputError
+from app.parsers import OneLineParser
+from app.plan_file import GAMMA, DraftPlan
+from decoding.sampling import SamplingParams
+from decoding.verify import COUPLINGS, Rule
+from model.errors import InputError
+from model.plan import LOW_BITS
 from weights.load import DTYPES
 
-MOST = 1 << 16  # texts that can be asked for
-TOGETHER = 4  # texts that the server writes at once by default
-ON_OR_OFF = BooleanOptionalAction
-LIST = {"action": "append", "default": []}
-DRAFTS = "\n".join(f"  {kind:<15}{description}" for kind, description in KINDS.items())
-EPILOG = f"""kinds of draft:
-{DRAFTS}
+KINDS = {  # of draft, with their descriptions in --help
+    "auto": "in each round the best of lowbit, lookup and a layer plan, or none",
+    "none": "plain decoding",
+    "lookup": "copies what followed the same words earlier in the text",
+    "skip": "the model without some sublayers, by a layer plan (--plan)",
+    "exit": "the model's first layers (--exit-layer)",
+    "lowbit": "the model with all weights in four bits (--bits)",
+    "model": "a smaller model with the same tokenizer (--draft-model)",
+}
+GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
+LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
+# kinds whose draft length the options may set; "class" is one of the user
+LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
+USEFUL_WITH = {  # kinds of draft on which an option has an effect
+    "plan": ("skip", "auto"),
+    "exit_layer": ("exit",),
+    "bits": ("lowbit", "exit", "skip"),
+    "draft_model": ("model",),
+    "gamma": LENGTH_IS_FREE,
+    "adaptive": LENGTH_IS_FREE,
+    "min_target_confidence": (*LENGTH_IS_FREE, "auto"),
+}
+GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
+OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
+# options of a command line alone: its prompt, the number of its texts, and its output
+OF_THE_COMMAND = (
+    *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
+    *("serve", "interactive"),
+)
+WANTED = {int: "a whole number", float: "a number", bool: "True or False"}  # by an option's type
+EPILOG = """kinds of draft:
+{kinds}
   FILE.py:Class  a drafter of your own
 
 examples:
@@ -37,258 +64,373 @@ examples:
 """
 
 
-# Group of --help -> options -> the arguments of argparse's ``add_argument``.
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "": {
-        "prompt": {"nargs": "?", "help": "the prompt; or give --prompt-file"},
-        "--prompt-file": {
-            "metavar": "F",
-            "help": "read the prompt from a file (-: standard input)",
-        },
-        "--model": MODEL,
-        "--revision": {"metavar": "R", "help": "branch, tag or commit of a model on the hub"},
-        "--chat": {"action": ON_OR_OFF, "help": "use the chat template (default: if there is one)"},
-        "--system": {"metavar": "S", "help": "system message of the chat"},
-    },
-    "drafting": {
-        "--draft": {
-            "default": "auto",
-            "metavar": "KIND",
-            "help": f"{', '.join(KINDS)}, or FILE.py:Class: see below",
-        },
-        "--plan": {
-            "type": Path,
-            "metavar": "FILE",
-            "help": "layer plan of skip and auto (default: plan.json in the model's folder)",
-        },
-        "--exit-layer": {
-            "type": int,
-            "metavar": "E",
-            "help": "number of layers that exit runs (default: half)",
-        },
-        "--bits": {
-            "type": int,
-            "choices": LOW_BITS,
-            "metavar": "B",
-            "help": "bits per weight of lowbit, exit and skip: 4 or 8",
-        },
-        "--draft-model": {"metavar": "DIR", "help": "folder or name of the model that drafts"},
-        "--gamma": {
-            "type": int,
-            "metavar": "N",
-            "help": "most tokens drafted per round, not with auto (default: the plan's with skip,"
-            f" {GAMMA_LOW_BITS} with lowbit, else {GAMMA}, or {LONGEST_ADAPTIVE} with --adaptive)",
-        },
-        "--adaptive": {
-            "action": ON_OR_OFF,
-            "help": "end a draft after an unsure token (docs/how_it_works.md#draft-lengths)",
-        },
-        "--min-target-confidence": {
-            "type": float,
-            "metavar": "X",
-            "help": "draft nothing after a token of lower probability"
-            " (docs/how_it_works.md#draft-lengths)",
-        },
-    },
-    "sampling": {
-        "--max-new-tokens": {
-            "type": int,
-            "default": 256,
-            "metavar": "N",
-            "help": "most tokens to write",
-        },
-        "--temperature": TEMPERATURE,
-        "--top-k": {
-            "type": int,
-            "default": 0,
-            "metavar": "K",
-            "help": "keep the K likeliest tokens; 0: all",
-        },
-        "--top-p": {
-            "type": float,
-            "default": 1.0,
-            "metavar": "P",
-            "help": "keep the likeliest tokens that have probability P together; 1: all",
-        },
-        "--min-p": {
-            "type": float,
-            "default": 0.0,
-            "metavar": "P",
-            "help": "keep tokens at least P times as likely as the likeliest; 0: all",
-        },
-        "--repetition-penalty": {
-            "type": float,
-            "default": 1.0,
-            "metavar": "R",
-            "help": "make tokens of the text so far less likely, above 1; 1: off",
-        },
-        "--seed": {
-            "type": int,
-            "metavar": "S",
-            "help": "seed of sampling (default: random, printed)",
-        },
-        "--coupling": {
-            "choices": list(COUPLINGS),
-            "help": "rule of verification. race (default): the seed determines the text, whatever"
-            " drafts; ratio: accepts more (docs/how_it_works.md#the-race)",
-        },
-        "--num-samples": {
-            "type": within(int, 1, MOST),
-            "default": 1,
-            "metavar": "N",
-            "help": "number of texts, written at once where possible",
-        },
-        "--stop": {**LIST, "metavar": "STR", "help": "end the text before STR"},
-        "--ban": {**LIST, "metavar": "WORD", "help": "never write WORD"},
-    },
-    "structured output": {
-        "--json-schema": {
-            "metavar": "FILE_OR_JSON",
-            "help": "write JSON of this schema, with its properties in its order",
-        },
-        "--regex": {"metavar": "R", "help": "write a text that R matches as a whole"},
-        "--grammar": {"metavar": "FILE", "help": "write a text of this Lark grammar"},
-        "--schema-prompt": {
-            "action": ON_OR_OFF,
-            "default": True,
-            "help": "also tell the model the schema, in the system message of a chat",
-        },
-    },
-    "machine and output": {
-        "--device": DEVICE,
-        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
-        "--context": {
-            "type": int,
-            "metavar": "N",
-            "help": "most tokens of prompt and text together"
-            " (default: the model's; in conversations at most 8192)",
-        },
-        "--no-compile": {
-            **FLAG,
-            "help": "run the readable blocks, in plain PyTorch: several times slower",
-        },
-        "--dry-run": {**FLAG, "help": "only print the memory that the run would take"},
-        "--compare": {
-            **FLAG,
-            "help": "also decode plainly; print the speed-up, and whether texts are equal",
-        },
-        "--trace": {**FLAG, "help": "show which drafted tokens were accepted, in colour"},
-        "--html": {
-            "type": Path,
-            "metavar": "FILE",
-            "help": "write a page that replays the run round by round",
-        },
-        "--svg": {
-            "type": Path,
-            "metavar": "FILE",
-            "help": "write a moving picture of the first text beside plain decoding",
-        },
-        "--json": {**FLAG, "help": "print one JSON object per text on standard output"},
-        "--serve": {
-            "metavar": "[HOST:]PORT",
-            "help": "serve a page, and clients of OpenAI's API, until Ctrl-C",
-        },
-        "--interactive": {**FLAG, "help": "hold a conversation, an answer to each line"},
-        "--together": {
-            "type": within(int, 1, MOST),
-            "default": TOGETHER,
-            "metavar": "N",
-            "help": "most texts that --serve writes at once",
-        },
-    },
-}
+def option(
+    kind: type,
+    default: Any,
+    help: str,
+    *,
+    group: str = "",
+    metavar: str | None = None,
+    choices: tuple[Any, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """Return a field of ``Options``: ``kind`` is int, float, str, bool, Path, or list of strings.
 
-
-def make_parser() -> OneLineParser:
-    """Parser of the command line."""
-    return parser_of(
-        OPTIONS,
-        prog="generate.py",
-        description="Write text with a language model, by self-speculative decoding.",
-        epilog=EPILOG,
+    A numeric value lies between ``least`` and ``most``; ``group`` heads it in --help.
+    """
+    metadata = {"kind": kind, "help": help, "group": group, "metavar": metavar}
+    return field(
+        default=default, metadata=metadata | {"choices": choices, "least": least, "most": most}
     )
 
 
-# Options of a command line alone: its prompt, the number of its texts, and its output.
-NOT_FROM_PYTHON = {
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "dry_run",
-    "compare",
-    "trace",
-    "html",
-    "svg",
-    "json",
-    "serve",
-    "together",
-    "interactive",
-}
-# Options of a call of Python, with the arguments of argparse's ``add_argument``.
-OF_A_CALL: dict[str, dict[str, Any]] = {
-    name: settings
-    for group in OPTIONS.values()
-    for option, settings in group.items()
-    if (name := option.removeprefix("--").replace("-", "_")) not in NOT_FROM_PYTHON
-}
-# Options that a model is loaded with.
-OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
-DRAFTING = [field.name for field in fields(DraftOptions)[1:]]  # options of a kind of draft
-GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
-# Types of an option's values, by its type on the command line, and their name in messages.
-TYPES = {
-    int: (int, "a whole number"),
-    float: (int | float, "a number"),
-    Path: (str | Path, "a string"),
-    None: (str | Path, "a string"),
-}
+@dataclass(frozen=True)
+class Options:
+    """Options of a run, a call or a request; None stands for one that is not given.
 
-
-def merge_options(known: Namespace, given: Mapping[str, Any]) -> Namespace:
-    """The ``known`` options, with those ``given`` to a call or in a request in their place.
-
-    Another kind of draft comes without the known options of drafting, and a grammar without the
-    known one. Raises InputError as ``check_option`` does.
+    Raises InputError, whose ``field`` is the option's name, for a value of another type or out of
+    range, and for options that do not go together.
     """
-    for name, value in given.items():
-        check_option(name, value)
-    kept = dict(vars(known))
-    if given.get("draft", kept["draft"]) != kept["draft"]:
-        kept |= dict.fromkeys(DRAFTING)
-    if any(given.get(name) is not None for name in GRAMMARS):
-        kept |= dict.fromkeys(GRAMMARS)
-    return Namespace(**kept | given)
+
+    prompt: str | None = option(str, None, "the prompt; or give --prompt-file")
+    prompt_file: str | None = option(
+        str, None, "read the prompt from a file (-: standard input)", metavar="F"
+    )
+    model: str = option(
+        str,
+        "smollm2-135m-instruct",
+        "a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",
+    )
+    revision: str | None = option(
+        str, None, "branch, tag or commit of a model on the hub", metavar="R"
+    )
+    chat: bool | None = option(bool, None, "use the chat template (default: if there is one)")
+    system: str | None = option(str, None, "system message of the chat", metavar="S")
+
+    draft: str = option(
+        str,
+        "auto",
+        f"{', '.join(KINDS)}, or FILE.py:Class: see below",
+        group="drafting",
+        metavar="KIND",
+    )
+    plan: str | Path | DraftPlan | None = option(
+        Path,
+        None,
+        "layer plan of skip and auto (default: plan.json in the model's folder)",
+        group="drafting",
+        metavar="FILE",
+    )
+    exit_layer: int | None = option(
+        int,
+        None,
+        "number of layers that exit runs (default: half)",
+        group="drafting",
+        metavar="E",
+    )
+    bits: int | None = option(
+        int,
+        None,
+        "bits per weight of lowbit, exit and skip: 4 or 8",
+        group="drafting",
+        metavar="B",
+        choices=LOW_BITS,
+    )
+    draft_model: str | None = option(
+        str, None, "folder or name of the model that drafts", group="drafting", metavar="DIR"
+    )
+    gamma: int | None = option(
+        int,
+        None,
+        "most tokens drafted per round, not with auto (default: the plan's with skip,"
+        f" {GAMMA_LOW_BITS} with lowbit, else {GAMMA}, or {LONGEST_ADAPTIVE} with --adaptive)",
+        group="drafting",
+        metavar="N",
+        least=0,
+    )
+    adaptive: bool | None = option(
+        bool,
+        None,
+        "end a draft after an unsure token (docs/how_it_works.md#draft-lengths)",
+        group="drafting",
+    )
+    min_target_confidence: float | None = option(
+        float,
+        None,
+        "draft nothing after a token of lower probability (docs/how_it_works.md#draft-lengths)",
+        group="drafting",
+        metavar="X",
+        least=0,
+        most=1,
+    )
+
+    max_new_tokens: int = option(
+        int, 256, "most tokens to write", group="sampling", metavar="N", least=1
+    )
+    temperature: float = option(float, 0.0, "0: greedy", group="sampling", metavar="T")
+    top_k: int = option(
+        int, 0, "keep the K likeliest tokens; 0: all", group="sampling", metavar="K"
+    )
+    top_p: float = option(
+        float,
+        1.0,
+        "keep the likeliest tokens that have probability P together; 1: all",
+        group="sampling",
+        metavar="P",
+    )
+    min_p: float = option(
+        float,
+        0.0,
+        "keep tokens at least P times as likely as the likeliest; 0: all",
+        group="sampling",
+        metavar="P",
+    )
+    repetition_penalty: float = option(
+        float,
+        1.0,
+        "make tokens of the text so far less likely, above 1; 1: off",
+        group="sampling",
+        metavar="R",
+    )
+    seed: int | None = option(
+        int,
+        None,
+        "seed of sampling (default: random, printed)",
+        group="sampling",
+        metavar="S",
+        least=0,
+        most=2**64 - 1,
+    )
+    coupling: str | None = option(
+        str,
+        None,
+        "rule of verification. race (default): the seed determines the text, whatever drafts;"
+        " ratio: accepts more (docs/how_it_works.md#the-race)",
+        group="sampling",
+        choices=tuple(COUPLINGS),
+    )
+    num_samples: int = option(
+        int,
+        1,
+        "number of texts, written at once where possible",
+        group="sampling",
+        metavar="N",
+        least=1,
+        most=1 << 16,
+    )
+    stop: tuple[str, ...] = option(
+        list, (), "end the text before STR", group="sampling", metavar="STR"
+    )
+    ban: tuple[str, ...] = option(list, (), "never write WORD", group="sampling", metavar="WORD")
+
+    json_schema: str | dict[str, Any] | None = option(
+        str,
+        None,
+        "write JSON of this schema, with its properties in its order",
+        group="structured output",
+        metavar="FILE_OR_JSON",
+    )
+    regex: str | None = option(
+        str,
+        None,
+        "write a text that R matches as a whole",
+        group="structured output",
+        metavar="R",
+    )
+    grammar: str | Path | None = option(
+        Path, None, "write a text of this Lark grammar", group="structured output", metavar="FILE"
+    )
+
+    device: str | None = option(
+        str, None, "cpu, cuda, cuda:1 ... (default: cuda if there is one)", group="machine"
+    )
+    dtype: str = option(
+        str,
+        "auto",
+        "default: the checkpoint's",
+        group="machine",
+        choices=(*DTYPES, "auto"),
+    )
+    context: int | None = option(
+        int,
+        None,
+        "most tokens of prompt and text together (default: the model's; in conversations at most"
+        " 8192)",
+        group="machine",
+        metavar="N",
+        least=1,
+    )
+    no_compile: bool = option(
+        bool,
+        False,
+        "run the readable blocks, in plain PyTorch: several times slower",
+        group="machine",
+    )
+
+    dry_run: bool = option(
+        bool, False, "only print the memory that the run would take", group="output"
+    )
+    compare: bool = option(
+        bool,
+        False,
+        "also decode plainly; print the speed-up, and whether texts are equal",
+        group="output",
+    )
+    trace: bool = option(
+        bool, False, "show which drafted tokens were accepted, in colour", group="output"
+    )
+    json: bool = option(
+        bool, False, "print one JSON object per text on standard output", group="output"
+    )
+    serve: str | None = option(
+        str,
+        None,
+        "serve a page, and clients of OpenAI's API, until Ctrl-C",
+        group="output",
+        metavar="[HOST:]PORT",
+    )
+    interactive: bool = option(
+        bool, False, "hold a conversation, an answer to each line", group="output"
+    )
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, checked(each, getattr(self, each.name)))
+        self._check_draft()
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError("give one of --json-schema, --regex and --grammar")
+        of_one_prompt = (self.prompt, self.prompt_file, self.compare, self.json)
+        has_prompt = any(of_one_prompt) or self.num_samples > 1
+        is_alone = sum(map(bool, (has_prompt, self.interactive, self.serve))) <= 1
+        if not is_alone or (self.serve and self.trace):
+            raise InputError(
+                "--serve and --interactive stand alone: they take no prompt, --num-samples,"
+                " --compare or --json, and --serve no --trace"
+            )
+        _ = self.params  # which checks its numbers
+
+    def _check_draft(self) -> None:
+        file, _, name = self.draft.rpartition(":")
+        if self.draft not in KINDS and not (file and name):
+            raise InputError(
+                f"no draft is called {self.draft!r:.80}: give {', '.join(KINDS)} or FILE.py:Class",
+                "draft",
+            )
+        kind = self.draft if self.draft in KINDS else "class"
+        for name, kinds in USEFUL_WITH.items():
+            if getattr(self, name) is not None and kind not in kinds:
+                raise InputError(
+                    f"--{name.replace('_', '-')} has no effect with --draft {self.draft}:"
+                    f" give --draft {kinds[0]}",
+                    name,
+                )
+        if self.draft == "model" and self.draft_model is None:
+            raise InputError("--draft model needs --draft-model DIR", "draft_model")
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters of the texts."""
+        return SamplingParams(**{each.name: getattr(self, each.name) for each in SAMPLING})
+
+    @property
+    def rule(self) -> Rule:
+        """Rule of verification with its seed, which is drawn where none is given."""
+        return Rule.of(self.coupling, self.seed)
+
+    def merged(self, given: Mapping[str, Any]) -> Options:
+        """Return these options with those ``given`` to a call or in a request in their place.
+
+        Another kind of draft comes without the known options of drafting, and a grammar without
+        the known one. Raises InputError.
+        """
+        known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
+        for name in given:
+            if name not in known:
+                raise InputError(f"there is no option {name}: see python generate.py --help", name)
+        cleared: dict[str, Any] = {}
+        if given.get("draft", self.draft) != self.draft:
+            cleared |= dict.fromkeys(USEFUL_WITH)
+        if any(given.get(name) is not None for name in GRAMMARS):
+            cleared |= dict.fromkeys(GRAMMARS)
+        return replace(self, **cleared | dict(given))
 
 
-def check_option(name: str, value: Any) -> None:
-    """Raises InputError for a name that is no option of a call, and for a value of another type
-    than on the command line.
+SAMPLING = fields(SamplingParams)
 
-    ``stop`` and ``ban`` are lists of strings; a JSON schema may also be a dictionary. None stands
-    for an option that is not given, where that is its default.
-    """
-    if name not in OF_A_CALL:
-        raise InputError(f"there is no option {name}: see python generate.py --help")
-    with explaining(f"{name} is too large", (ValueError, RecursionError), name):
+
+def checked(option: Field, value: Any) -> Any:
+    """Return the value of an option. Raises InputError for one of another type or out of range."""
+    settings = option.metadata
+    kind = settings["kind"]
+    flag = f"--{option.name.replace('_', '-')}"
+    if value is None and option.default is None:
+        return None
+    with explaining(f"{flag} is too large", (ValueError, RecursionError), option.name):
         shown = f"{value!r:.80}"
-    settings = OF_A_CALL[name]
-    default = settings.get("default")
-    if "choices" in settings:
-        fits = value in settings["choices"]
+    wanted = WANTED.get(kind, "a string")
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if settings["choices"]:
+        fits = fits and value in settings["choices"]
         wanted = f"one of {', '.join(map(str, settings['choices']))}"
-    elif isinstance(default, list):
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    elif kind is list:
+        fits = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+        value = tuple(value) if fits else value
         wanted = "a list of strings"
-    elif "action" in settings:
-        fits = isinstance(value, bool)
-        wanted = "True or False"
-    else:
-        types, wanted = TYPES[settings.get("type")]
-        fits = isinstance(value, types) and not isinstance(value, bool)
-    is_schema = name == "json_schema" and isinstance(value, dict)
-    is_default = value is None and default is None
-    if not (fits or is_schema or is_default):
-        raise InputError(f"{name} must be {wanted}, found {shown}", name)
-    if isinstance(value, str | list):
-        with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,), name):
-            "".join(value).encode()
+    elif kind is Path:
+        fits = isinstance(value, str | Path | DraftPlan)
+    elif option.name == "json_schema":
+        fits = isinstance(value, str | Path | dict)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise InputError(f"{flag} must be {wanted}, found {shown}", option.name)
+    least = settings["least"]
+    most = settings["most"]
+    # each condition is written so that NaN fails it
+    if not ((least is None or value >= least) and (most is None or value <= most)):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{flag} must be {bounds}, found {shown}", option.name)
+    with explaining(f"{flag} is not UTF-8 text", (UnicodeEncodeError,), option.name):
+        texts = value if isinstance(value, tuple) else [value]
+        "".join(each for each in texts if isinstance(each, str)).encode()
+    return value
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """Return the options of a command line, by default that of the process.
+
+    Ends the process as argparse does; raises InputError as ``Options`` does.
+    """
+    kinds = "\n".join(f"  {kind:<15}{description}" for kind, description in KINDS.items())
+    parser = OneLineParser(
+        prog="generate.py",
+        description="Write text with a language model, by self-speculative decoding.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG.format(kinds=kinds),
+    )
+    groups = {"": parser}
+    for each in fields(Options):
+        settings = each.metadata
+        title = settings["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        kind = settings["kind"]
+        help = settings["help"]
+        if each.default not in (None, False, ()) and "default" not in help:
+            help += " (default: %(default)s)"
+        arguments_of: dict[str, Any] = {"help": help, "default": each.default}
+        if kind is bool:
+            on_or_off = BooleanOptionalAction if each.default is None else "store_true"
+            arguments_of |= {"action": on_or_off}
+        elif kind is list:
+            arguments_of |= {"action": "append", "default": [], "metavar": settings["metavar"]}
+        else:
+            metavar = settings["metavar"]
+            arguments_of |= {"type": kind} | ({"metavar": metavar} if metavar else {})
+            if settings["choices"]:
+                arguments_of |= {"choices": settings["choices"]}
+        if each.name == "prompt":
+            groups[""].add_argument("prompt", nargs="?", help=help)
+        else:
+            groups[title].add_argument(f"--{each.name.replace('_', '-')}", **arguments_of)
+    return Options(**vars(parser.parse_args(arguments)))

@@ -1,70 +1,66 @@
-"""Output of ``generate.py``: samples as text or trace, statistics, page and JSON."""
+"""Output of ``generate.py``: samples as text or trace, statistics, comparison and JSON.
+
+Knows nothing of how a text is written.
+"""
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from textwrap import shorten
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 
-from app.characters import TextStream, visible
+from app.characters import TextStream
 from app.command_line import say
-from app.files import write_text
-from app.moving import render_picture
-from app.page import Recording, heading, render_page
-from app.session import Session
+from app.session import Sample, Session
 from app.trace import PAUSE, LiveTrace
-from app.writer import Reader, Sample, Task
+from decoding.rounds import Round, common_prefix
 from decoding.text import Text
+
+TURNS = 3  # a text is written both ways, one after the other, at least this often
+MOST_TURNS = 20
+# below this number of tokens, or of seconds of all turns, noise is larger than the difference
+FEW_TOKENS = 48
+SHORT = 0.5
+UNSTEADY = 2.0  # ratio of the largest speed-up to the smallest, from which a line warns
+
+Show = Callable[[Round], None]
 
 
 class Output:
-    """Output of a request's samples: text to standard output, which --json has for itself."""
+    """Output of a command line's samples: text to standard output, which --json has for itself."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.request = session.request
-        self.file = sys.stderr if self.request.options.json else sys.stdout
-        prompts = [self.request.ids] * self.request.options.num_samples
-        self.tasks = session.tasks(prompts, self.request.asked)
-        self.samples: list[Sample] = []  # that have been shown
-        self.recordings: list[Recording] = []  # of all tasks, for the page
-        if self.request.options.html:
-            for task in self.tasks:
-                self.recordings.append(Recording(task.params, session.labels))
-                task.readers.append(self.recordings[-1].add)
-                task.observer = self.recordings[-1].observe
+        self.options = session.options
+        self.file = sys.stderr if self.options.json else sys.stdout
+        self.shown: list[Sample] = []
 
-    def write(self, tasks: Sequence[Task], write_all: Callable[[Sequence[Task]], float]) -> None:
-        """Write samples at once, by a function that returns the seconds this took.
+    def write(self, samples: list[Sample]) -> None:
+        """Write samples, the first visibly, the others shown when all are written.
 
-        The first is shown while it is written, the others after it.
+        A sample without a round, because of Ctrl-C or an error, is not shown.
         """
-        first, *others = tasks
+        first, *others = samples
         try:
-            with self.shown(first.sample) as show:
-                first.readers.append(show)
-                seconds = write_all(tasks)
+            with self.showing(first) as show:
+                self.session.finish_all(
+                    samples, lambda sample, round: show(round) if sample is first else None
+                )
         finally:
-            for task in others:
-                if not task.sample.rounds:
-                    continue  # Ctrl-C or an error came before anything of it was written
-                with self.shown(task.sample, pause=0) as show:
-                    for round, at in task.sample.timeline:
-                        show(round, at)
-        if others:
-            tokens = sum(task.sample.statistics.tokens for task in tasks)
-            say(f"{len(tasks)} texts together: {tokens / seconds:.1f} tokens/s in all")
+            for sample in [each for each in others if each.rounds]:
+                with self.showing(sample, pause=0) as show:
+                    for round in sample.rounds:
+                        show(round)
 
     @contextmanager
-    def shown(self, sample: Sample, pause: float = PAUSE) -> Iterator[Reader]:
-        """A reader of rounds that shows a sample, after a line that separates it from the one
-        before. Statistics follow it, unless an error came before its first round.
+    def showing(self, sample: Sample, pause: float = PAUSE) -> Iterator[Show]:
+        """Context with a function that shows a round of a sample, after a line that separates it
+        from the one before. Statistics follow it, unless an error came before its first round.
         """
-        if self.samples:
+        if self.shown:
             print("-" * 20, file=self.file)
         try:
             with self.view(sample.source, pause) as show:
@@ -76,60 +72,48 @@ class Output:
         self.end(sample)
 
     @contextmanager
-    def view(self, text: Text, pause: float) -> Iterator[Reader]:
-        """A reader of rounds that shows the text, or its trace."""
-        if self.request.options.trace:
-            console = Console(file=self.file)
-            labels = self.session.labels
-            with LiveTrace(console, labels, pause=pause, grammar=bool(text.grammar)) as trace:
+    def view(self, text: Text, pause: float) -> Iterator[Show]:
+        """Context with a function that shows a round: its text, or its trace."""
+        if self.options.trace:
+            with LiveTrace(Console(file=self.file), self.session.labels, pause=pause) as trace:
                 yield trace.add
             return
         stream = TextStream(text)
-        show = partial(print, end="", file=self.file, flush=True)
         try:
-            yield lambda round, seconds: show(stream.pull())
+            yield lambda round: print(stream.pull(), end="", file=self.file, flush=True)
         finally:
-            show(stream.pull(at_end=True) + "\n")
+            print(stream.pull(at_end=True), file=self.file, flush=True)
 
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
         line = in_words(sample)
-        say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
-        wanted = self.request.options.max_new_tokens
+        repeat = repeat_with(sample)
+        say(f"{line}; {repeat}" if repeat else line)
+        wanted = self.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
             say(
-                f"the context of {self.request.context} tokens is full, so the text has"
+                f"the context of {self.session.context} tokens is full, so the text has"
                 f" {len(sample.tokens)} of the {wanted} asked for"
             )
-        self.samples.append(sample)
+        self.shown.append(sample)
 
     def close(self) -> None:
-        """Print the JSON and write the page of the samples so far. Raises InputError."""
-        request = self.request
-        if request.options.json:
-            for sample in self.samples:
+        """Print the JSON of the samples so far."""
+        if self.options.json:
+            for sample in self.shown:
                 text = {"text": sample.text, "tokens": sample.tokens}
-                statistics = as_json(sample, request.repeat_with)
-                print(json.dumps(text | statistics, ensure_ascii=False))
-        samples = [each.sample for each in self.recordings if each.sample["rounds"]]
-        if samples:
-            facts = heading(request.prompt, request.name, self.tasks[0])
-            write_text(request.options.html, render_page(facts, samples))
-            say(f"the run round by round: {request.options.html}")
+                print(json.dumps(text | as_json(sample), ensure_ascii=False))
 
-    def write_picture(self, plain: Sample) -> None:
-        """Write the moving picture of the sample beside the ``plain`` one. Raises InputError when
-        it cannot be written.
-        """
-        request = self.request
-        title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
-        picture = render_picture(title, plain, self.tasks[0].sample, self.session.labels)
-        write_text(request.options.svg, picture)
-        say(f"the run as a moving picture: {request.options.svg}")
+
+def repeat_with(sample: Sample) -> str:
+    """Return the options that repeat a sampled text; empty for a greedy one."""
+    options = sample.options
+    number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
+    return f"{sample.rule}{number}" if options.temperature else ""
 
 
 def in_words(sample: Sample) -> str:
-    """The statistics of a sample in one line."""
+    """Return the statistics of a sample in one line."""
     told = sample.statistics
     line = f"{told.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s"
     line += f"; {sample.draft}"
@@ -139,8 +123,8 @@ def in_words(sample: Sample) -> str:
     return f"{line}; {sample.trouble}" if sample.trouble else line
 
 
-def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
-    """Statistics for --json and for clients, with the options that repeat a sampled text."""
+def as_json(sample: Sample) -> dict[str, Any]:
+    """Return the statistics of a sample, for --json and for clients."""
     return {
         "prompt_tokens": sample.source.prompt_length,
         "finish_reason": sample.finish,
@@ -152,5 +136,55 @@ def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
         "acceptance_rate": sample.statistics.acceptance_rate,
         "tokens_per_round": sample.statistics.tokens_per_round,
         "accepted_histogram": sample.statistics.histogram,
-        "repeat_with": repeat_with,
+        "repeat_with": repeat_with(sample),
     }
+
+
+def comparison(session: Session, sample: Sample) -> str:
+    """Return the median speed-up over plain decoding with its range, and whether texts are equal.
+
+    The ``sample`` has been written; its text is written anew in turns with a plain one. In greedy
+    decoding and under the race the two must be equal. Under the ratio rule they have the same law,
+    if the drafter states its q truly.
+    """
+    if not any(round.drafted for round in sample.rounds) and sample.draft.startswith("plain"):
+        return "[both ways are plain decoding: there is no speed-up to measure]"
+    prompt = sample.source.tokens[: sample.source.prompt_length]
+    tokens = sample.statistics.tokens
+    most = TURNS if tokens < FEW_TOKENS else MOST_TURNS
+    ways = [sample.options, sample.options.merged({"draft": "none"})]
+    turns: list[list[Sample]] = []
+    while len(turns) < TURNS or (len(turns) < most and shortest(turns) < SHORT):
+        begun = [session.begin(prompt, way, sample.rule.sample) for way in ways]
+        turns.append([session.finish(each) for each in begun])
+    if sample.options.temperature and sample.rule.name == "ratio":
+        texts = "another text of the same law, if the drafter states its q truly"
+    else:
+        why_rows_vary = session.model.abilities.why_rows_vary
+        texts = difference(sample.tokens, turns[0][1].tokens, why_rows_vary)
+    if tokens < FEW_TOKENS:
+        return f"[{texts}; too short to compare speeds: {tokens} tokens]"
+    ratios = [drafted.speed / plain.speed for drafted, plain in turns]
+    spread = f"medians of {len(turns)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
+    drafted_speed = median(drafted.speed for drafted, _ in turns)
+    plain_speed = median(plain.speed for _, plain in turns)
+    if max(ratios) > UNSTEADY * min(ratios):
+        spread += "; the turns differ much: compare again on an idle machine"
+    return (
+        f"[{median(ratios):.2f} times plain decoding, {drafted_speed:.1f} against"
+        f" {plain_speed:.1f} tokens/s"
+        f" ({spread}), {texts}]"
+    )
+
+
+def shortest(turns: list[list[Sample]]) -> float:
+    """Return the seconds of all turns, of the way that takes less."""
+    return min(sum(sample.seconds for sample in way) for way in zip(*turns, strict=True))
+
+
+def difference(drafted: list[int], plain: list[int], why_rows_vary: str | None) -> str:
+    """Return whether two texts that should be equal are so, else the first token that differs."""
+    if drafted == plain:
+        return "same text"
+    why = why_rows_vary or "a defect: here steps do not depend on length"
+    return f"the texts differ from token {common_prefix(drafted, plain)} on ({why})"

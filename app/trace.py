@@ -24,7 +24,6 @@ VERDICTS = {
     "rejected": ("rejected", "red strike", "{-", "-}"),
     "discarded": ("discarded", "dim strike", "{~", "~}"),
     "own": ("the target's own token", "bold blue", "", ""),
-    "forced": ("forced by the grammar", "magenta", "<", ">"),
 }
 
 
@@ -34,10 +33,7 @@ class LiveTrace:
     Full lines are printed once; only the last line is redrawn.
     """
 
-    def __init__(
-        self, console: Console, labels: Labels, *, pause: float = PAUSE, grammar: bool = False
-    ) -> None:
-        """``grammar``: whether the legend names forced tokens."""
+    def __init__(self, console: Console, labels: Labels, *, pause: float = PAUSE) -> None:
         self.console = console
         self.labels = labels
         self.pause = pause
@@ -52,9 +48,7 @@ class LiveTrace:
         self.decoder = new_decoder()
         self.line = Text()  # the last line of the text
         self.legend = Text(" ").join(
-            self._styled(name, verdict)
-            for verdict, (name, *_) in VERDICTS.items()
-            if grammar or verdict != "forced"
+            self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items()
         )
 
     def __enter__(self) -> LiveTrace:
@@ -85,13 +79,9 @@ class LiveTrace:
         A character whose bytes are spread over tokens appears with the last of them.
         """
         text = Text()
-        verdicts = [
-            (token, "forced" if forced else verdict)
-            for (token, verdict), forced in zip(round.verdicts(), round.forced_kept(), strict=True)
-        ]
-        for verdict, run in groupby(verdicts, key=itemgetter(1)):
+        for verdict, run in groupby(round.verdicts(), key=itemgetter(1)):
             tokens = [token for token, _ in run]
-            if verdict in ("accepted", "own", "forced"):
+            if verdict in ("accepted", "own"):
                 kept = self.decoder.decode(self.labels.spelled(tokens)).expandtabs(4)
                 shown = "\n".join(map(visible, kept.split("\n")))
             else:

@@ -4,24 +4,26 @@ A drafter has two methods. ``propose`` returns up to ``limit`` tokens after the 
 distribution that it was drawn from (one-hot for a token that was not drawn). ``rollback`` tells
 that the text is now ``length`` tokens long: the drafter must forget later positions (0: another
 text begins). The next ``propose`` receives the text.
+
+Knows nothing of files and options, nor of who chooses a drafter.
 """
 
-import math
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from decoding.model_port import Model
-from decoding.policies import Offer, Policy
+from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams, distribution, joined, one_hot
 from decoding.text import Text
-from model import InputError, LayerPlan
+from model.errors import InputError
+from model.plan import LayerPlan
 
 # most tokens that a step of a draft model reads; of more, all but the last are prefilled
 CATCH_UP = 16
@@ -32,14 +34,12 @@ IDS_AS_CHARACTERS = f"utf-32-{sys.byteorder[0]}e"  # an id in four bytes, as in 
 class Draft:
     """Drafted tokens ``[k]`` int64 and the distributions ``[k, vocab]`` they were drawn from.
 
-    For records only: ``logits`` of each token, ``[1, vocab]``, if a model drafted; ``drafter``, the
-    name of the drafter, where there are several or the tokens were not drawn.
+    For records only: ``logits`` of each token, ``[1, vocab]``, if a model drafted.
     """
 
     tokens: Tensor
     probs: Tensor
     logits: Sequence[Tensor] = ()
-    drafter: str = ""
 
 
 class Drafter(Protocol):
@@ -52,11 +52,28 @@ class Drafter(Protocol):
     def rollback(self, length: int) -> None: ...
 
 
-def check_drafter(drafter: Drafter) -> None:
-    """Raises InputError for an object without the methods of a drafter."""
-    for method in ("propose", "rollback"):
-        if not callable(getattr(drafter, method, None)):
-            raise contract_error(drafter, f"it has no method `{method}`")
+class CheckedDrafter:
+    """Drafter whose drafts are checked before the loop uses them: for a class that is not trusted.
+
+    Raises InputError for an object without the methods of a drafter, and, as ``check_draft`` does,
+    for a draft that breaks the contract.
+    """
+
+    def __init__(self, inner: Drafter, target: Model) -> None:
+        for method in ("propose", "rollback"):
+            if not callable(getattr(inner, method, None)):
+                raise contract_error(inner, f"it has no method `{method}`")
+        self.inner = inner
+        self.target = target
+        self.rollback = inner.rollback
+
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Return the draft of the inner drafter, after the check."""
+        draft = self.inner.propose(text, limit, params, policy, randomness)
+        check_draft(self.inner, draft, limit, self.target)
+        return draft
 
 
 def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> None:
@@ -142,18 +159,10 @@ class ModelDrafter:
         self.empty = empty_draft(model.vocab_size, model.device)
 
     def propose(
-        self,
-        text: Text,
-        limit: int,
-        params: SamplingParams,
-        policy: Policy,
-        randomness: Randomness,
-        steps: float = math.inf,
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
-        """Draft of up to ``limit`` tokens, drawn one by one from the model's distributions.
-
-        ``steps``: the most tokens that the model draws, where these are fewer. Tokens that
-        constraints force come without a step, before, between and after them.
+        """Return a draft of up to ``limit`` tokens, drawn one by one from the model's
+        distributions.
         """
         context = text.tensor(self.model.device)
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
@@ -162,28 +171,17 @@ class ModelDrafter:
         extends = params.repetition_penalty != 1 or bool(text.constraints)
         draft: list[Draft] = []  # of one token each
         while len(draft) < limit:
-            # without constraints the draft is not read, for which a GPU would have to synchronise
-            forced = text.forced(context[len(text) :].tolist()) if text.constraints else None
-            if forced is not None:
-                token = context.new_tensor([forced])
-                probs = one_hot(token, self.model.vocab_size)
-                step = Draft(token, probs, [probs.log()])
-                unread = torch.cat((unread, token))  # for the model's next step
-            elif steps and (
-                step := self._draw(text, context, unread, len(draft), params, randomness)
-            ):
-                steps -= 1
-                unread = step.tokens
-            else:
+            step = self._draw(text, context, unread, len(draft), params, randomness)
+            if step is None:
                 break
             draft.append(step)
-            asks = forced is None and policy.reads_draft_confidence
-            if asks and not policy.keep_drafting(confidence_of(step)):
+            unread = step.tokens
+            if policy.reads_draft_confidence and not policy.keep_drafting(confidence_of(step)):
+                break
+            if ends_at_eos and int(step.tokens) in text.rules.eos_ids:
                 break
             if extends:
                 context = torch.cat((context, step.tokens))
-            if ends_at_eos and int(step.tokens) in text.rules.eos_ids:
-                break
         return in_a_row([self.empty, *draft])
 
     def _draw(
@@ -221,10 +219,8 @@ class ModelDrafter:
         self.cache.truncate(max(0, length - 1))
 
 
-class KnownTokens:
-    """Draft of tokens that are known without running a model. ``find`` gives them."""
-
-    name = ""  # of the drafter, for records
+class ModelFreeDrafter:
+    """Drafter of tokens that are known without running a model. ``find`` gives them."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
@@ -256,34 +252,17 @@ class KnownTokens:
         if not drafted:
             return self.empty
         ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
-        return Draft(ids, one_hot(ids, self.vocab_size), drafter=self.name)
+        return Draft(ids, one_hot(ids, self.vocab_size))
 
     def rollback(self, length: int) -> None:
         """Does nothing: each search reads the text itself."""
 
 
-class NoDraft(KnownTokens):
+class NoDraft(ModelFreeDrafter):
     """Plain decoding: no token is known."""
 
 
-class ForcedTokens(KnownTokens):
-    """Draft of the tokens that the grammar forces, where it allows one only.
-
-    After them come the tokens that the tokenizer gives to the bytes that the grammar forces. Others
-    are allowed there that begin with these bytes, so they are guesses.
-    """
-
-    name = "forced"
-
-    def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        """0, and up to ``limit`` tokens; none for a text without constraints."""
-        found = text.forced_run(limit)
-        if text.grammar and not text.rules.eos_ids.intersection(found):
-            found += text.grammar.guess([*text.tokens, *found])
-        return 0, found[:limit]
-
-
-class PromptLookup(KnownTokens):
+class PromptLookup(ModelFreeDrafter):
     """Draft by prompt lookup decoding: the tokens that followed the last occurrence of the n-gram
     at the text's end.
 
@@ -291,7 +270,6 @@ class PromptLookup(KnownTokens):
     recent occurrence. No model runs, so a draft costs nothing but its verification.
     """
 
-    name = "lookup"
     LONGEST = 3  # tokens of an n-gram
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
@@ -307,59 +285,6 @@ class PromptLookup(KnownTokens):
             if after >= size:
                 return size, text.tokens[after : after + limit]
         return 0, []
-
-
-class BestOf:
-    """Draft by one of several drafters, which the policy chooses each round.
-
-    Models are not offered before ``models_are_ready``.
-    """
-
-    def __init__(
-        self,
-        drafters: Mapping[str, ModelDrafter | KnownTokens],
-        models_are_ready: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.drafters = drafters
-        self.models_are_ready = models_are_ready
-
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        """Draft of the chosen drafter. A model draws as many tokens as were chosen, and those that
-        constraints force after them come on top.
-        """
-        length = 0
-        if limit:
-            taken, length = policy.choose(self._offers(text, limit))
-        if not length:
-            return next(iter(self.drafters.values())).empty
-        drafter = self.drafters[taken.name]
-        if isinstance(drafter, KnownTokens):
-            return drafter.draft_of(text, taken.tokens[: min(limit, length)])
-        steps = length - taken.forced
-        draft = drafter.propose(text, limit, params, policy, randomness, steps)
-        return replace(draft, drafter=taken.name)
-
-    def _offers(self, text: Text, limit: int) -> list[Offer]:
-        """An offer of each drafter. Copied tokens that differ from the forced ones are none.
-
-        The acceptance of a lookup is estimated per length of the n-gram it found.
-        """
-        forced = text.forced_run(limit)
-        offers = []
-        for name, drafter in self.drafters.items():
-            if isinstance(drafter, KnownTokens):
-                quality, tokens = drafter.find(text, limit)
-                if list(tokens[: len(forced)]) == forced:
-                    offers.append(Offer(name, f"{name} {quality}", tokens, len(forced)))
-            elif self.models_are_ready():
-                offers.append(Offer(name, name, forced=len(forced)))
-        return offers
-
-    def rollback(self, length: int) -> None:
-        for drafter in self.drafters.values():
-            drafter.rollback(length)
 
 
 def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> bool:

@@ -6,7 +6,8 @@ any text, it rolls the matcher back to the longest common prefix and consumes th
 rejected draft needs no care, and a draft's masks are those of its verification.
 
 Bytes that the grammar forces must be written in the tokens that the tokenizer gives them: a model
-has seen no other. There the mask has one token, which is drafted without a model.
+has seen no other. There the mask has one token, which ``ForcedTokens`` drafts without a model. No
+other file of this folder knows of grammars.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding.drafters import Draft, Drafter, ModelFreeDrafter
+from decoding.policies import Policy
+from decoding.randomness import Randomness
 from decoding.rounds import common_prefix
+from decoding.sampling import SamplingParams
+from decoding.text import Text
 from model.errors import InputError
 
 Kind = Literal["json_schema", "regex", "lark"]
@@ -212,6 +218,44 @@ class GrammarConstraint:
         self.matcher.rollback(len(self.consumed) - kept)
         self.matcher.consume_tokens(list(written[kept:]))
         self.consumed = written
+
+
+class ForcedTokens:
+    """Drafter of the tokens that a grammar forces: where it allows one only, they are the round's
+    draft, and elsewhere the ``inner`` drafter drafts.
+
+    After them come the tokens that the tokenizer gives to the bytes that the grammar forces. Others
+    are allowed there that begin with these bytes, so they are guesses.
+    """
+
+    def __init__(
+        self, constraint: GrammarConstraint, inner: Drafter, known: ModelFreeDrafter
+    ) -> None:
+        """``known`` makes a draft of known tokens."""
+        self.constraint = constraint
+        self.inner = inner
+        self.known = known
+        self.rollback = inner.rollback
+
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Return the draft of forced tokens, or that of the inner drafter."""
+        forced = self.forced(text, limit)
+        if forced:
+            return self.known.draft_of(text, forced)
+        return self.inner.propose(text, limit, params, policy, randomness)
+
+    def forced(self, text: Text, limit: int) -> list[int]:
+        """Return up to ``limit`` tokens that must, or probably will, follow the text."""
+        found: list[int] = []
+        while len(found) < limit and text.rules.eos_ids.isdisjoint(found):
+            allowed = text.allowed_after(found).numpy()
+            if np.count_nonzero(allowed) != 1:
+                found += self.constraint.guess([*text.tokens, *found])
+                break
+            found.append(int(allowed.argmax()))
+        return found[:limit]
 
 
 def reason(matcher: llguidance.LLMatcher) -> str:

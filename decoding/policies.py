@@ -4,15 +4,8 @@ A policy may read the tokens already drafted and past rounds. It never reads thi
 probabilities or acceptances. So it changes the speed and not the distribution of the text; the
 proof holds for any policy under these rules.
 
-A policy has no clock by default. The writer grants it one only where no text can change by a
-draft's length: in greedy decoding and under the race, where rows do not depend on each other.
+Knows nothing of models, drafters and clocks.
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from decoding.rounds import Round
 
@@ -20,8 +13,7 @@ from decoding.rounds import Round
 class Policy:
     """Interface of a policy, as the loop and the drafters use it.
 
-    ``gamma`` is the most tokens that are drafted in a round. Under ``BreakEven`` forced ones come
-    on top.
+    ``gamma`` is the most tokens that are drafted in a round.
 
     ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax
     over the vocabulary.
@@ -41,19 +33,8 @@ class Policy:
         """Whether to continue the draft after a token of this confidence, which stays in it."""
         return True
 
-    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        """The offer to take, and the largest number of its tokens; 0 for plain decoding."""
-        return offers[0], self.draft_length()
-
     def observe(self, round: Round) -> None:
         """Update the policy with a finished round."""
-
-    def grant_clock(self, past: Any, sharers: Callable[[], int]) -> None:
-        """Allow the policy to read a clock, and give it the ``past`` of earlier texts.
-
-        ``sharers`` tells how many texts share the model's steps now, with this one. Only for a text
-        that no draft length can change.
-        """
 
 
 class FixedLength(Policy):
@@ -83,38 +64,19 @@ class AdaptiveExit(Policy):
         return confidence >= self.threshold
 
     def observe(self, round: Round) -> None:
-        drafted, accepted = round.guessed
+        drafted = len(round.drafted)
         if not drafted:
             return
-        self.rate = self.RATE_MEMORY * self.rate + (1 - self.RATE_MEMORY) * accepted / drafted
+        accepted = round.accepted / drafted
+        self.rate = self.RATE_MEMORY * self.rate + (1 - self.RATE_MEMORY) * accepted
         moved = self.threshold
         if self.rate < self.ALPHA:
             moved += self.step
-        elif len(round.drafted) < self.gamma:
+        elif drafted < self.gamma:
             moved -= self.step
         self.threshold = (
             self.THRESHOLD_MEMORY * self.threshold + (1 - self.THRESHOLD_MEMORY) * moved
         )
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Possible draft of the coming round: the drafter's ``name``, and the ``kind`` that acceptance
-    is estimated for.
-
-    ``tokens``: the tokens to be drafted, where they are known without running a model. The first
-    ``forced`` tokens of the draft, of a model's too, are the only ones that constraints allow.
-    """
-
-    name: str
-    kind: str
-    tokens: Sequence[int] | None = None
-    forced: int = 0
-
-    @property
-    def by_model(self) -> bool:
-        """Whether a model has to run for the draft."""
-        return self.tokens is None
 
 
 class ConfidenceGate(Policy):
@@ -131,8 +93,6 @@ class ConfidenceGate(Policy):
         self.inner = inner
         self.reads_draft_confidence = inner.reads_draft_confidence
         self.keep_drafting = inner.keep_drafting
-        self.choose = inner.choose
-        self.grant_clock = inner.grant_clock
         self.least = least
         self.open = True
 

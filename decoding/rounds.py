@@ -1,4 +1,7 @@
-"""Record of one round of the loop, statistics over such records, and equal beginnings of texts."""
+"""Record of one round of the loop, statistics over such records, and equal beginnings of texts.
+
+Knows nothing of models: a round is numbers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +22,6 @@ class Round:
                   while it continues
     ``target_confidence``: the target's raw softmax probability (temperature 1, unfiltered) of the
     residual or bonus token; None unless the policy reads it.
-    ``forced``: of each drafted place and the one after them, whether constraints allowed one token
-    only; empty without constraints.
     """
 
     position: int
@@ -30,15 +31,6 @@ class Round:
     retracted: list[int] = field(default_factory=list)
     finish: str | None = None
     target_confidence: float | None = None
-    forced: list[bool] = field(default_factory=list)
-
-    @property
-    def guessed(self) -> tuple[int, int]:
-        """Number of drafted tokens that were not forced, and of those of them that were accepted:
-        they tell how good the draft is.
-        """
-        free = [not forced for forced in self.forced] or [True] * len(self.drafted)
-        return sum(free[: len(self.drafted)]), sum(free[: self.accepted])
 
     def verdicts(self) -> list[tuple[int, str]]:
         """Tokens of the round with their verdicts, in order of appearance.
@@ -53,16 +45,6 @@ class Round:
             verdicts[self.accepted] = "rejected"
         own = [(token, "own") for token in self.emitted[accepted:]]
         return [*zip(self.drafted, verdicts, strict=True), *own]
-
-    def forced_kept(self) -> list[bool]:
-        """Of each of ``verdicts``' tokens, whether it is in the text and was forced."""
-        verdicts = self.verdicts()
-        # the last is the place of the target's own token, if that came into the text
-        places = [*range(len(self.drafted)), self.accepted][: len(verdicts)]
-        return [
-            verdict in ("accepted", "own") and any(self.forced[place : place + 1])
-            for place, (_, verdict) in zip(places, verdicts, strict=True)
-        ]
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""The speculative loop: draft, verify, extend the text, roll back."""
+"""The speculative loop: draft, verify, extend the text, roll back.
+
+Knows nothing of files, options, tokenizers and clocks.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -6,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decoding.drafters import Draft, Drafter, check_draft, check_drafter
+from decoding.drafters import Draft, Drafter
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Text, forced_places
+from decoding.text import Text
 from decoding.verify import Verify, verify_by_ratio
 from model.errors import NON_FINITE, InputError
 
@@ -41,27 +44,28 @@ def speculate(
     but the last (``target.prefill``). Rolled back to the prompt, it can be used for another sample.
     ``verify`` is the rule that goes with the randomness (``decoding.verify.COUPLINGS``). Raises
     InputError where no token can follow the text, because the constraints allow none or the
-    target's logits are non-finite, and for a drafter that breaks its contract. A round in which
-    this happens after accepted tokens keeps them: the next one raises the error.
+    target's logits are non-finite. A round in which this happens after accepted tokens keeps them:
+    the next one raises the error. A drafter is trusted to keep its contract: ``CheckedDrafter``
+    does not trust one.
     """
-    check_drafter(drafter)
     cache.truncate(len(text) - 1)
     drafter.rollback(len(text))
     while text.finish is None:
-        # Invariant: the cache holds every token of the text but the last.
+        # The cache holds every token of the text but the last. The steps are those of the chapter:
+        # 1. Draft up to γ tokens, each with the distribution that it was drawn from.
         position = len(text)
-        # before the draft: on a GPU the copy would wait for it
-        context = text.tensor(target.device)
+        context = text.tensor(target.device)  # now: on a GPU the copy would wait for the draft
         limit = max(0, min(policy.draft_length(), text.remaining - 1))
         draft = drafter.propose(text, limit, params, policy, randomness)
-        check_draft(drafter, draft, limit, target)
+        # 2. Verify the last token and the draft in one pass: distributions after each of them.
         context = torch.cat((context, draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
-        allowed = text.allowed(draft.tokens)
-        probs = distribution(logits, context, params, allowed)
+        probs = distribution(logits, context, params, text.allowed(draft.tokens))
+        # 3. Accept a prefix of the draft. 4. Draw the residual or bonus token after it.
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
         verdict = read_verdict(text, draft, accepted, token, logits, probs, policy)
         emitted, retracted = text.extend(verdict.kept)
+        # 5. Roll back to the text.
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
         round = Round(
@@ -71,8 +75,7 @@ def speculate(
             emitted,
             retracted,
             text.finish,
-            target_confidence=verdict.confidence,
-            forced=forced_places(allowed if text.constraints else None),
+            verdict.confidence,
         )
         policy.observe(round)
         if observer:

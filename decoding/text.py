@@ -1,7 +1,7 @@
 """Text being written, as tokens and as bytes, with its stop strings, banned words and constraints.
 
 Strings are searched in bytes of UTF-8, since tokens may end inside characters, and strings inside
-tokens.
+tokens. Knows nothing of files, options and drafts.
 
 A banned word must not appear in the text, in any tokenization. When one completes, everything from
 the token in which it began is retracted, that token is forbidden at that position, and the loop
@@ -14,18 +14,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decoding.model_port import Model
 from decoding.randomness import Place
 from model.errors import InputError
-
-if TYPE_CHECKING:
-    from decoding.grammar import Grammar
 
 TokenBytes = Callable[[int], bytes]  # the bytes that a token adds to the text
 
@@ -42,9 +37,8 @@ class Rules:
 
     It ends after ``max_new_tokens``, with any of ``eos_ids``, before a stop string, or where the
     model's context is full. ``banned`` words are matched as substrings of the UTF-8 bytes,
-    case-sensitively, also across tokens. The output is one of ``grammar``'s, if it is not cut; its
-    end-of-text tokens must be among ``eos_ids``. Raises InputError for a budget below 1 and an
-    empty string.
+    case-sensitively, also across tokens. Raises InputError for a budget below 1 and for an empty
+    string.
     """
 
     max_new_tokens: int
@@ -52,7 +46,6 @@ class Rules:
     stop_strings: Sequence[str] = ()
     banned: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
-    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -103,13 +96,6 @@ class Patterns:
         return first
 
 
-def forced_places(allowed: Tensor | None) -> list[bool]:
-    """Whether each row of a mask ``[rows, vocab]`` allows one token only; none without a mask."""
-    if allowed is None:
-        return []
-    return [np.count_nonzero(row) == 1 for row in allowed.cpu().numpy()]  # ten times torch's speed
-
-
 class DeadEnd(InputError):
     """Error of a text whose constraints allow no next token."""
 
@@ -135,9 +121,7 @@ class Text:
         self.max_positions = target.max_positions
         self.stops = Patterns(rules.stop_strings)
         self.bans = Patterns(rules.banned)
-        # A grammar's masks are found with a state that moves, so each text has its own.
-        self.grammar = rules.grammar and rules.grammar(len(prompt))
-        self.constraints = [*rules.constraints, *([self.grammar] if self.grammar else [])]
+        self.constraints = rules.constraints
         self.tokens: list[int] = []
         self.data = bytearray()
         self.begins = [0]  # of each token and the next one, the offset of its bytes in ``data``
@@ -253,24 +237,6 @@ class Text:
             masks[-1][self.forbidden[len(tokens)]] = False
         return (torch.stack(masks).all(0) if len(masks) > 1 else masks[0]) if masks else None
 
-    def forced(self, drafted: Sequence[int] = ()) -> int | None:
-        """The only token that constraints allow after the text and these drafted ones; None where
-        they allow more or none.
-        """
-        if not self.constraints:
-            return None
-        allowed = self.allowed_after(drafted)
-        if allowed is None or not all(forced_places(allowed[None])):
-            return None
-        return int(allowed.numpy().argmax())
-
-    def forced_run(self, limit: int) -> list[int]:
-        """Up to ``limit`` tokens that the constraints force next, one after another."""
-        run: list[int] = []
-        while len(run) < limit and (token := self.forced(run)) is not None:
-            run.append(token)
-        return run
-
     def extend(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
         """Append tokens in order, up to the first that ends the text or completes a banned word.
 
@@ -291,10 +257,11 @@ class Text:
         return emitted, retracted
 
     def dead_end(self) -> DeadEnd:
-        """The error of this text, where its constraints allow no token after it."""
-        trouble = self.grammar and self.grammar.trouble_after(self.tokens)
-        where = f"the constraints allow no token at position {len(self)} of the text"
-        return DeadEnd(f"{where}: {trouble or 'loosen the constraints or the banned words'}")
+        """Return the error of this text, where its constraints allow no token after it."""
+        return DeadEnd(
+            f"the constraints allow no token at position {len(self)} of the text: loosen the"
+            " constraints or the banned words"
+        )
 
     def _append(self, token: int) -> None:
         self.tokens.append(token)

@@ -1,4 +1,7 @@
-"""Rules of verification, the ratio rule and the race: the text has the target's distribution."""
+"""Rules of verification, the ratio rule and the race: the text has the target's distribution.
+
+Knows nothing of models and texts: a rule is a pure function of distributions and drawn tokens.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +84,10 @@ COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness],
 
 
 @dataclass(frozen=True)
-class Coupling:
-    """Rule of verification with its seed, which determine a drawn text of a request and a draft.
+class Rule:
+    """Rule of verification with its seed: they determine the text that is drawn after a prompt.
 
-    ``name`` is a key of ``COUPLINGS``; ``sample`` numbers the texts of one request.
+    ``name`` is a key of ``COUPLINGS``; ``sample`` numbers the texts of one prompt.
     """
 
     name: str
@@ -92,14 +95,14 @@ class Coupling:
     sample: int = 0
 
     @staticmethod
-    def of(name: str | None, seed: int | None) -> Coupling:
-        """The coupling named, by default the race; a missing seed is random.
+    def of(name: str | None, seed: int | None) -> Rule:
+        """Return the rule of this name, by default the race; a missing seed is random.
 
         Raises InputError for a seed outside 64 bits.
         """
         if seed is not None and not 0 <= seed < 2**64:
             raise InputError(f"--seed must be from 0 to 2^64 - 1, found {seed}", "seed")
-        return Coupling(name or "race", secrets.randbelow(2**32) if seed is None else seed)
+        return Rule(name or "race", secrets.randbelow(2**32) if seed is None else seed)
 
     def __str__(self) -> str:
         """The command-line options that reproduce the text."""

@@ -4,6 +4,7 @@ cache and plan.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +19,28 @@ from model.quantise import Quantised, Twins, quantise
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
 
-class Steps:
-    """Interface of a model's steps beyond the calls of ``decoding.model_port``, with the values of
-    the readable blocks; ``model.fast`` has others.
+class Abilities(NamedTuple):
+    """Abilities of a model's steps on its device.
+
+    ``low_bits``: numbers of bits in which a draft takes less time; elsewhere low bits are only a
+    reference. ``shares_steps``: whether ``together`` computes several calls in one step.
+    ``why_rows_vary``: the reason why the bits of a position's logits depend on the other rows of
+    the step; None if they do not.
     """
 
-    # numbers of bits in which a draft takes less time; elsewhere low bits are only a reference
-    fast_bits: tuple[int, ...] = ()
-    # whether low-bit copies are made one by one and can be kept in files, by ``missing_copies``,
-    # ``make_copy`` and ``take_copy`` of ``FastDecoder``; else ``prepare`` makes them
-    keeps_copies = False
-    # whether ``together`` computes several calls in one step
-    batches_calls = False
-    # the reason why static steps fell back to the readable blocks, if they did
-    trouble: str | None = None
-    # the reason why the bits of a position's logits depend on the other rows of the step; None if
-    # they do not
+    low_bits: tuple[int, ...] = ()
+    shares_steps: bool = False
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
+
+
+class Steps:
+    """Interface of a model's steps beyond the calls of ``decoding.model_port``, with the values of
+    the readable blocks; ``model.fast`` has others. ``trouble`` is the reason why static steps fell
+    back to the readable blocks, if they did.
+    """
+
+    abilities = Abilities()
+    trouble: str | None = None
 
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
         """Static step of a plan on this cache, made on first use; None for readable blocks."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from model import FULL, InputError, KVCache, LayerPlan, Steps
+from model.decoder import Abilities
 
 # the bytes of its tokens; 2 has those of 0 and 1 together
 TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")
@@ -22,7 +23,7 @@ class TableModel(Steps):
 
     max_positions = 64
     device = torch.device("cpu")
-    why_rows_vary = None
+    abilities = Abilities(why_rows_vary=None)
 
     def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
         """Tables ``[states, vocab]`` float64 of at most 6 tokens, ``draft`` under DRAFT_PLAN."""

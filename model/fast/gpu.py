@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from model import Decoder, KVCache, LayerPlan, Steps
+from model.decoder import Abilities
 from model.fast import PreparedDecoder, gpu_bits, static_capacity
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
@@ -230,8 +231,7 @@ class StaticDecoder(PreparedDecoder):
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         super().__init__(model)
         model.twins = Twins(model, partial(low_bits, model))
-        self.fast_bits = gpu_bits(model.device, model.dtype)
-        self.why_rows_vary = None
+        self.abilities = Abilities(gpu_bits(model.device, model.dtype), why_rows_vary=None)
         self.run = compile_function(run_block) if compiled else run_block
         self.captures = compiled
         self.steps: dict[KVCache, dict[LayerPlan, StaticStep]] = {}  # by static cache and plan
@@ -290,7 +290,8 @@ class StaticDecoder(PreparedDecoder):
         """Note why later steps are the readable blocks'."""
         line = " ".join(f"{type(error).__name__}: {error}".split())
         self.trouble = f"steps run without CUDA graphs: {line:.300}"
-        self.why_rows_vary = Steps.why_rows_vary
+        why = Steps.abilities.why_rows_vary
+        self.abilities = self.abilities._replace(why_rows_vary=why)
 
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
@@ -338,6 +339,5 @@ class StaticDecoder(PreparedDecoder):
                 f"a static step's logits are {difference.item():.3g} away from the readable blocks'"
             )
         if not torch.equal(alone, found[:, -1:]):
-            self.why_rows_vary = (
-                "the kernels of this GPU give a row different bits alone and among others"
-            )
+            why = "the kernels of this GPU give a row different bits alone and among others"
+            self.abilities = self.abilities._replace(why_rows_vary=why)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model import FULL, Decoder, KVCache, LayerPlan
+from model.decoder import Abilities
 from model.fast import PreparedDecoder
 from model.fast.cpu.dot import BLOCK_ROWS, CONVERTS_FLOAT16, LOW_BITS
 from model.fast.cpu.kernels import KERNELS, LANES
@@ -37,10 +38,7 @@ class FastDecoder(PreparedDecoder):
     becomes one in float32.
     """
 
-    fast_bits = tuple(LOW_BITS)
-    keeps_copies = True
-    batches_calls = True
-    why_rows_vary = None
+    abilities = Abilities(tuple(LOW_BITS), shares_steps=True, why_rows_vary=None)
 
     def __init__(self, model: Decoder) -> None:
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):

@@ -1,0 +1,109 @@
+"""Several processes that share a model, started by torchrun: SPMD, as in gpt-fast.
+
+Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``).
+Rank 0 broadcasts options, prompt and seed once, and after each round its tokens with a flag for
+Ctrl-C; only rank 0 prints. Every rank has all logits, each computed by one rank, and there is no
+clock, so the ranks take the same steps.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from threading import Event
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from app.command_line import run_command
+from app.files import explaining
+from app.options import Options
+from app.prompt import read_prompt
+from app.session import Sample, Session
+from decoding.rounds import Round
+from model.errors import InputError
+from model.parallel import Shard, exchange, split
+from weights.load import load_model, model_fingerprint
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return rank 0's value, on every rank."""
+    return exchange(dist.broadcast_object_list, [value], 0)[0]
+
+
+class SharedSession(Session):
+    """Session of one rank, on its shard of the model."""
+
+    def __init__(self, options: Options, rank: int, size: int) -> None:
+        super().__init__(options)
+        self.has_clock = False
+        self.interrupted = Event()  # by Ctrl-C
+        shard = Shard(self.config, rank, size)
+        loaded = load_model(self.folder, self.dtype, self.device, shard)
+        self.model = split(loaded, shard)
+
+    def rounds(self, sample: Sample, *given: Any) -> Iterator[Round]:
+        """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and
+        KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
+        """
+        for round in super().rounds(sample, *given):
+            tokens, interrupted = from_rank_0((round.emitted, self.interrupted.is_set()))
+            if tokens != round.emitted:
+                raise InputError("the processes disagree: run all on the same kind of hardware")
+            yield round
+            if interrupted:
+                raise KeyboardInterrupt
+
+
+def run_on_ranks(parse: Callable[[], Options], write: Callable[[Session], None]) -> NoReturn:
+    """Run the command line of ``generate.py`` on every rank; ends the process with its status."""
+    if (rank := os.environ.get("RANK", "0")).isdecimal() and int(rank):
+        # Until the process ends.
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    # At once: the interpreter would wait for the other ranks.
+    os._exit(run_command(lambda: run(parse(), write)))
+
+
+def run(options: Options, write: Callable[[Session], None]) -> None:
+    """Meet the other ranks, agree on the options, load this rank's shard, and write."""
+    if options.serve or options.interactive or options.dry_run:
+        raise InputError(
+            "--serve, --interactive and --dry-run run in one process: start without torchrun"
+        )
+    on_gpus = (options.device or "cuda").startswith("cuda") and torch.cuda.is_available()
+    with explaining(
+        f"{', '.join(ENVIRONMENT)} must be as torchrun sets them",
+        (KeyError, ValueError, RuntimeError),
+    ):
+        rank, size, local_rank = (int(os.environ[name]) for name in ENVIRONMENT)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    trouble = ""
+    try:
+        if rank == 0:
+            seed = options.rule.seed
+            options = replace(options, prompt=read_prompt(options), prompt_file=None, seed=seed)
+    except InputError as error:
+        trouble = str(error)
+    options, trouble = from_rank_0((options, trouble))
+    if trouble:
+        raise InputError(trouble)
+    device = f"cuda:{local_rank}" if on_gpus else options.device
+    session, trouble = None, ""
+    try:
+        session = SharedSession(replace(options, device=device, no_compile=True), rank, size)
+        fingerprint = model_fingerprint(session.folder)
+    except InputError as error:
+        trouble, fingerprint = str(error), None
+    found = exchange(dist.all_gather_object, [None] * size, (trouble, fingerprint))
+    for number, (theirs, checkpoint) in enumerate(found):
+        if theirs or checkpoint != found[0][1]:
+            reason = theirs or "its model differs from process 0's"
+            raise InputError(f"process {number}: {reason}")
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, lambda *_: session.interrupted.set())
+    write(session)

@@ -1,0 +1,2 @@
+def importance(model, tokenizer, folder):
+    """Stub until the real file is merged."""
