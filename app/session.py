@@ -465,7 +465,7 @@ class Session:
         return max(1, min(texts, MOST_TOGETHER, fitting))
 
     def chat(self, **options: object) -> Chat:
-        """Return a new conversation, with a cache of its own; its ``system`` message is an option."""
+        """Return a new conversation, with a cache of its own."""
         from app.chat import Chat
 
         return Chat(self, options)

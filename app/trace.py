@@ -64,7 +64,7 @@ class LiveTrace:
         else:
             self.console.print()
 
-    def add(self, round: Round, seconds: float) -> None:
+    def add(self, round: Round) -> None:
         """Show a round."""
         if self.redraws and round.drafted:
             self.live.update(
