@@ -1,6 +1,5 @@
 """Shared parts of the proofs of the loop: tiny real modules, drafters and policies by name."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from decoding.break_even import BreakEven
-from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Policy
+from decoding.auto import Auto, Costs, Estimates, Rates
+from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.judge import self_draft
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import SeededRandomness
@@ -44,34 +43,30 @@ NO_MODEL: dict[str, NewDrafter] = {
 TABLE_DRAFTERS: dict[str, NewDrafter] = {
     "plan": self_draft,
     "model": draft_model,
-    # that of --draft auto: by the policy's choice each round
-    "best of": lambda model, cache: BestOf(
+    "auto": lambda model, cache: auto(
         {"model": self_draft(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}
+    ),
+    "auto of fixed lengths": lambda model, cache: auto(
+        {"model": self_draft(model, cache), "lookup": NO_MODEL["lookup"](model, cache)},
+        by_confidence=False,
     ),
     **NO_MODEL,
 }
 
 
-class OneOffer(BreakEven):
-    """Break-even for a single drafter: the same offer every round, and one slope for any offer."""
-
-    def __init__(self, slope: float, longest: int = 8, **more: Any) -> None:
-        super().__init__(defaultdict(lambda: slope), longest, **more)
-
-    def draft_length(self) -> int:
-        return self.choose([Offer("", "")])[1]
-
-
-class QuickOneOffer(OneOffer):
-    """``OneOffer`` with a short memory, which few rounds change."""
+class QuickRates(Rates):
+    """Rates with a short memory, which few rounds change."""
 
     MEMORY = 0.5
 
 
-class QuickBreakEven(BreakEven):
-    """Break-even with a short memory, which few rounds change."""
-
-    MEMORY = 0.5
+def auto(
+    drafters: dict[str, Drafter], *, step: float = 0.45, row: float = 0.1, **more: Any
+) -> Auto:
+    """The drafter of ``--draft auto``, which learns quickly; every draft step has one cost."""
+    kinds = ("model", *(f"lookup {quality}" for quality in range(4)))
+    estimates = Estimates({kind: QuickRates(0.6) for kind in kinds})
+    return Auto(drafters, Costs({"model": step}, row), estimates, **more)
 
 
 class QuickExit(AdaptiveExit):
@@ -172,8 +167,11 @@ REAL_DRAFTERS: dict[str, NewDrafter] = {
     "exit": lambda model, cache: ModelDrafter(model, cache, LayerPlan.early_exit(3, 1)),
     "lowbit": low_bits,
     "model": small_draft_model,
-    "best of": lambda model, cache: BestOf(
-        {"model": low_bits(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}
+    "auto": lambda model, cache: auto(
+        {"model": low_bits(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}, step=0.1
+    ),
+    "auto of fixed lengths": lambda model, cache: auto(
+        {"model": low_bits(model, cache)}, step=0.1, by_confidence=False
     ),
     **NO_MODEL,
 }
@@ -182,8 +180,6 @@ REAL_POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: FixedLength(3),
     "adaptive": lambda: AdaptiveExit(0.3, 4),
     "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
-    "break-even": lambda: BreakEven({"model": 0.2, "known": 0.1}, 3),
-    "best length": lambda: BreakEven({"model": 0.2, "known": 0.1}, 3, by_confidence=False),
 }
 
 
@@ -197,7 +193,7 @@ def begun(
     drafts = REAL_DRAFTERS[drafter](model, cache)
     with torch.inference_mode():
         model.step_of(cache)
-        for each in drafts.drafters.values() if isinstance(drafts, BestOf) else [drafts]:
+        for each in drafts.drafters.values() if isinstance(drafts, Auto) else [drafts]:
             if isinstance(each, ModelDrafter):
                 each.model.step_of(each.cache, each.plan)
         model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)

@@ -110,6 +110,9 @@ def law(
     return the_enumerated_law_equals_plain_samplings
 
 
+ONE_BYTE = "one byte forced, its token not"
+
+
 def under(name: str, setup: Setup | None = None) -> Callable[[], None]:
     """A killer: the law of texts under a grammar."""
     return law(test_grammar.request(name), setup, model=test_grammar.table(name))
@@ -407,7 +410,7 @@ MUTANTS = [
         "the baseline is timed without a warm-up",
         generate,
         "write",
-        "writer.warm_up(first)",
+        "session.warm_up(ids)",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,
     ),
@@ -473,7 +476,7 @@ MUTANTS = [
     Mutant(
         32,
         "draft and residual share their random numbers under the ratio rule",
-        R.Coupling,
+        R.Rule,
         "randomness",
         "return COUPLINGS[self.name][0](self.seed, device, self.sample)",
         "randomness = COUPLINGS[self.name][0](self.seed, device, self.sample)\n"
@@ -520,7 +523,7 @@ MUTANTS = [
         "if type(drafter).__name__ == 'ForcedTokens':\n"
         "            probs[: len(draft.tokens)] = draft.probs.to(probs.dtype)\n"
         "        accepted, token = verify(probs,",
-        under("one byte forced, its token not", Setup(test_grammar.forced)),
+        under(ONE_BYTE, Setup(test_grammar.under_grammar(ONE_BYTE, "none"))),
     ),
 ]
 

@@ -38,7 +38,7 @@ def self_draft(model: TableModel, cache: KVCache) -> Drafter:
 @dataclass(frozen=True)
 class Setup:
     """Drafter and policy to be proven: functions that make a new one of each, the drafter of a
-    model and its cache.
+    model and its cache. A drafter that is a policy too decides for itself.
     """
 
     drafter: Callable[[Any, KVCache], Drafter] = self_draft
@@ -61,7 +61,7 @@ def run_loop(
     verify = {"ratio": rules.verify_by_ratio, "race": rules.verify_by_race}[coupling]
     text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
-    policy = setup.policy()
+    policy = drafter if isinstance(drafter, Policy) else setup.policy()
     try:
         for round in loop.speculate(
             model, cache, text, drafter, policy, request.params, randomness, verify

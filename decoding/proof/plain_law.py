@@ -1,7 +1,7 @@
 """Law of plain sampling, by recursion over texts: the reference for the law of the loop.
 
-It shares only the function ``distribution`` and a grammar's masks with the production loop, and has
-no rounds, drafts, caches or rollbacks.
+It shares only the function ``distribution`` and constraints with the production loop, and has no
+rounds, drafts, caches or rollbacks.
 """
 
 from collections import defaultdict
@@ -50,8 +50,6 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
         for constraint in request.constraints:
             if (mask := constraint(history)) is not None:
                 allowed &= mask
-        if request.grammar:
-            allowed &= request.grammar(len(request.prompt))(history)
         for token in forbidden.get(len(tokens), frozenset()):
             allowed[token] = False
         probs = distribution(

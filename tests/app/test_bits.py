@@ -25,7 +25,7 @@ from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import Decoder, LayerPlan
 from model.fast import accelerate
 from search.texts import Continuation

@@ -28,7 +28,7 @@ from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
-from decoding.verify import Coupling, verify_by_ratio
+from decoding.verify import Rule, verify_by_ratio
 from model import Decoder, InputError, KVCache, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.cpu import decoder as compiled

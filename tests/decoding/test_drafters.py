@@ -141,22 +141,6 @@ def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> Non
 
 
 @torch.inference_mode()
-def test_a_self_draft_reads_a_long_run_of_forced_tokens_under_its_plan() -> None:
-    """A prefill would read them in all layers, of which some have no entries of the draft yet."""
-
-    def constraint(tokens: list[int]) -> Tensor:
-        is_forced = 3 <= len(tokens) <= 3 + CATCH_UP
-        return torch.arange(VOCAB) == 5 if is_forced else torch.ones(VOCAB, dtype=torch.bool)
-
-    model = tiny_model("llama", vocab=VOCAB)
-    text = text_of([1, 2], Rules(100, constraints=(constraint,)), vocab=VOCAB)
-    drafter = ModelDrafter(model, prefilled(model, [1, 2]), LayerPlan.early_exit(3, 1))
-    rest = SamplingParams(), FixedLength(30), SeededRandomness(0)
-    drafted = drafter.propose(text, CATCH_UP + 3, *rest).tokens.tolist()
-    assert drafted[1:-1] == [5] * (CATCH_UP + 1)
-
-
-@torch.inference_mode()
 def test_a_draft_whose_confidence_is_read_ends_with_its_end_of_text_token() -> None:
     """On a CPU the host can read the token too: what follows it would be discarded. A draft of
     fixed length has that length.

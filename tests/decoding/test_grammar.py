@@ -17,28 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.drafters import BestOf, Drafter, ForcedTokens, ModelDrafter, PromptLookup
-from decoding.grammar import Grammar, Vocabulary
-from decoding.policies import AdaptiveExit, FixedLength, Policy
+from decoding.drafters import Drafter, NoDraft
+from decoding.grammar import ForcedTokens, Grammar, Vocabulary
+from decoding.policies import FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
-from decoding.proof.judge import Setup, run_loop, self_draft
+from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from decoding.text import Rules, Text
-from model import Decoder, KVCache
+from model import KVCache
 from tests.calls import recorded
 from tests.laws import (
     EXACT,
     TABLE_DRAFTERS,
-    QuickBreakEven,
     QuickExit,
-    prefilled,
     random_tables,
-    text_of,
-    tiny_model,
 )
 from tests.refusal import refusal
 
@@ -88,25 +83,22 @@ POLICIES: list[Callable[[], Policy]] = [
     lambda: FixedLength(2),
     lambda: FixedLength(3),
     lambda: QuickExit(0.45, 3, step=0.3),
-    lambda: QuickBreakEven({"model": 0.45, "known": 0.1}, 3),
 ]
-
-
-def forced(model: TableModel, cache: KVCache) -> Drafter:
-    return ForcedTokens(model.vocab_size)
-
-
-def best_of_three(model: TableModel, cache: KVCache) -> Drafter:
-    drafters = {"model": self_draft(model, cache), "lookup": PromptLookup(model.vocab_size)}
-    return BestOf(drafters | {"forced": forced(model, cache)})
-
-
-DRAFTERS = TABLE_DRAFTERS | {"forced": forced, "best of": best_of_three}
 
 
 @cache
 def grammar(name: str) -> Grammar:
     return Grammar(*GRAMMARS[name], VOCABULARY)
+
+
+def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], Drafter]:
+    """Forced tokens of the grammar, and elsewhere the drafts of the inner drafter."""
+
+    def make(model: Any, cache: KVCache) -> Drafter:
+        known = NoDraft(model.vocab_size)
+        return ForcedTokens(grammar(name)(1), TABLE_DRAFTERS[inner](model, cache), known)
+
+    return make
 
 
 def table(seed: str) -> TableModel:
@@ -116,25 +108,21 @@ def table(seed: str) -> TableModel:
 def request(name: str, number: int = 0) -> Request:
     """A request under a grammar, with other parameters and stops for each number."""
     more = {"max_new_tokens": 3} | STOPS[number % len(STOPS)]
-    eos = frozenset({EOS})
-    return Request(params=PARAMS[number % len(PARAMS)], eos_ids=eos, grammar=grammar(name), **more)
-
-
-def policy_of(drafter: str, number: int) -> Callable[[], Policy]:
-    """Break-even only for the drafter that offers what it has costs of."""
-    return POLICIES[number % (4 if drafter == "best of" else 3)]
+    constraints = (grammar(name)(1),)
+    params = PARAMS[number % len(PARAMS)]
+    return Request(params=params, eos_ids=frozenset({EOS}), constraints=constraints, **more)
 
 
 def keeps_the_law(name: str, drafter: str, numbers: Sequence[int]) -> None:
     for number in numbers:
         asked, model = request(name, number), table(f"{name} {drafter} {number}")
-        setup = Setup(DRAFTERS[drafter], policy_of(drafter, number))
-        known = replace(asked, grammar=None, constraints=(of_language(name),))
+        setup = Setup(under_grammar(name, drafter), POLICIES[number % 3])
+        known = replace(asked, constraints=(of_language(name),))
         law = output_law(partial(run_loop, model, asked, setup))
         assert total_variation(law, plain_law(model, known)) < EXACT
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", TABLE_DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_the_law_is_plain_constrained_samplings(name: str, drafter: str) -> None:
     """Its constraint knows the strings of the language, and not the library."""
@@ -142,7 +130,7 @@ def test_the_law_is_plain_constrained_samplings(name: str, drafter: str) -> None
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", TABLE_DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_the_law_is_so_with_all_parameters_and_stops(name: str, drafter: str) -> None:
     keeps_the_law(name, drafter, range(4, 64))
@@ -152,7 +140,8 @@ def test_the_law_is_so_with_all_parameters_and_stops(name: str, drafter: str) ->
 def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
     for number in range(20):
         asked, model = request(name, number), table(f"{name} {number}")
-        setups = [Setup(make, policy_of(kind, number)) for kind, make in DRAFTERS.items()]
+        policy = POLICIES[number % 3]
+        setups = [Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
         randomness = KeyedRandomness(number)
         texts = {run_loop(model, asked, each, randomness, coupling="race") for each in setups}
         assert len(texts) == 1
@@ -229,61 +218,31 @@ def test_the_masks_are_freed_with_their_text() -> None:
 
 def rounds_of(name: str, drafter: str) -> list[Round]:
     rounds: list[Round] = []
-    setup = Setup(DRAFTERS[drafter], lambda: FixedLength(6))
+    setup = Setup(under_grammar(name, drafter), lambda: FixedLength(6))
     asked = replace(request(name), max_new_tokens=8)
     run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
     return rounds
 
 
-@pytest.mark.parametrize("drafter", ["plan", "model", "forced"])
+@pytest.mark.parametrize("drafter", TABLE_DRAFTERS)
 def test_forced_tokens_are_drafted_without_a_model_and_accepted(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
     (round,) = rounds_of("long and forced", drafter)
     assert (round.drafted, round.accepted, round.finish) == ([3, 2, 2, 3, EOS], 5, "eos")
-    assert round.forced == [True] * 5 + [False] and round.guessed == (0, 0)
     assert plans == [()], "the target alone was called, once"
 
 
-def test_a_guess_is_drafted_after_forced_tokens_and_does_not_count_as_forced() -> None:
+def test_a_guess_is_drafted_after_forced_tokens() -> None:
     """ "ca" is forced, and a alone may be written, or ab."""
-    first, *_ = rounds_of("a forced token before a guess", "forced")
-    assert first.drafted[:2] == [3, 0] and first.forced[:2] == [True, False]
-    assert first.guessed == (1, first.accepted - 1)
+    first, *_ = rounds_of("a forced token before a guess", "none")
+    assert first.drafted[:2] == [3, 0]
 
 
-def drafting_under(made: Grammar) -> tuple[ModelDrafter, Text]:
-    """A text under a grammar, and a model that drafts it."""
-    model = tiny_model("llama", vocab=5)
-    rules = Rules(9, frozenset({EOS}), grammar=made)
-    text = text_of([1, 2], rules, TOKENS.__getitem__, vocab=5)
-    return ModelDrafter(model, prefilled(model, text.tokens)), text
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(("steps", "drafted"), [(0, [3]), (1, [3, None, 3]), (2, [3, None, 3])])
-def test_a_model_draws_as_many_tokens_as_asked_and_the_forced_ones_come_on_top(
-    steps: int, drafted: list[int | None]
-) -> None:
-    drafter, text = drafting_under(Grammar("regex", "c(a|b)c(aa|bb)", VOCABULARY))
-    rest = SamplingParams(1.0), FixedLength(9), SeededRandomness(0), steps
-    draft = drafter.propose(text, 9, *rest)
-    found = draft.tokens.tolist()
-    assert len(draft.probs) == len(found) and (steps == 2 or len(found) == len(drafted))
-    assert [token if token == 3 else None for token in found[: len(drafted)]] == drafted
-
-
-@torch.inference_mode()
-def test_a_model_reads_forced_tokens_in_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, text = drafting_under(grammar("a forced token before a guess"))
-    widths = recorded(monkeypatch, Decoder, "forward", lambda _, tokens, *rest: tokens.shape[1])
-    rest = SamplingParams(1.0), AdaptiveExit(0.0, 4), SeededRandomness(0)
-    draft = drafter.propose(text, 4, *rest)
-    assert draft.tokens[0] == 3
-    assert widths[0] == 2, "the last token of the text and the forced one"
-    assert len(draft.logits) == len(draft.tokens)
-    assert torch.softmax(draft.logits[0], -1).tolist() == [[0.0, 0.0, 0.0, 1.0, 0.0]]
+def test_where_nothing_is_forced_the_inner_drafter_drafts() -> None:
+    rounds = rounds_of("any of two letters", "plan")
+    assert len(rounds[0].drafted) > 1
 
 
 # ---- what a user may give ----
@@ -369,18 +328,6 @@ def test_an_error_in_a_draft_does_not_reach_other_branches(failing: Grammar) -> 
     assert constraint([0]).tolist() == sound([0]).tolist() and not constraint([0, 0]).any()
     for text in ([0, 1], [1, 0]):
         assert constraint(text).tolist() == sound(text).tolist()
-
-
-def test_an_error_at_the_end_of_the_text_ends_it_with_the_reason(failing: Grammar) -> None:
-    text = text_of([0], Rules(9, frozenset({EOS}), grammar=failing), vocab=5)
-    text.extend([0])
-    assert not text.allowed_after([0]).any()
-    loosen = r"at position 2 of the text: loosen the constraints or the banned words$"
-    assert re.search(loosen, str(text.dead_end())), "the reason of the draft's place is another's"
-    text.extend([0])
-    assert text.allowed_after([1]) is not None
-    reason = r"at position 3 of the text: --regex: too many states$"
-    assert re.search(reason, str(text.dead_end()))
 
 
 def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() -> None:

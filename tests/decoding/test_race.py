@@ -41,8 +41,6 @@ from tests.laws import (
     FALSE_ALARM,
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
-    QuickBreakEven,
-    QuickOneOffer,
     chi_square_p_value,
     random_tables,
     speculated,
@@ -59,8 +57,6 @@ def no_three_alike(tokens: Sequence[int], vocab: int = 2) -> Tensor:
 POLICIES = {
     "fixed": lambda: FixedLength(2),
     "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
-    "break-even": lambda: QuickOneOffer(0.45, 2),
-    "best": lambda: QuickBreakEven({"model": 0.45, "known": 0.45}, 2),
     "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
 }
 REQUESTS = {
@@ -222,7 +218,7 @@ def write(
 ) -> Text:
     """Text of this sample, written by the production loop under the race."""
     text = Text([1, 2, 3], rules, model, lambda token: b"abcdefg"[token : token + 1])
-    race = verify.Coupling("race", seed, sample)
+    race = verify.Rule("race", seed, sample)
     how = policy, params, race.randomness(), race.verify
     list(speculated(model, text, REAL_DRAFTERS[kind], *how))
     return text
@@ -296,7 +292,7 @@ def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     p, q = (rows / rows.sum((1, 2), keepdim=True)).flatten(1)
     counts, first = torch.zeros(vocab, dtype=torch.float64), Place(0)
     for seed in range(1500):
-        rule = verify.Coupling(coupling, seed)
+        rule = verify.Rule(coupling, seed)
         randomness = rule.randomness()
         drafted = randomness.draw(q, first)[None]
         accepted, token = rule.verify(p.expand(2, -1), q[None], drafted, randomness, first)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from decoding import speculate as loop
 from decoding import verify as rules
-from decoding.drafters import Draft, Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.drafters import (
+    CheckedDrafter,
+    Draft,
+    Drafter,
+    ModelDrafter,
+    NoDraft,
+    PromptLookup,
+)
 from decoding.policies import ConfidenceGate, FixedLength, Policy
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
@@ -21,7 +28,7 @@ from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Rules, Text
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import Decoder, KVCache, LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import (
@@ -130,7 +137,12 @@ def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(
     drafter: Drafter, broken: str
 ) -> None:
     model = tiny_model("llama", vocab=VOCAB)
-    said = refusal(write, model, prefilled(model, PROMPT), drafter, FixedLength(4))
+
+    def run() -> None:
+        checked = CheckedDrafter(drafter, model)
+        write(model, prefilled(model, PROMPT), checked, FixedLength(4))
+
+    said = refusal(run)
     assert re.search(f"drafter {type(drafter).__name__} .*{broken}", said)
 
 
@@ -231,9 +243,9 @@ def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(
         target = model
         said = f"no token at position {last} of the text"
     text = Text(PROMPT, Rules(20, constraints=constraints), model)
-    how = FixedLength(4), SamplingParams(), Coupling(coupling, 0).randomness()
+    how = FixedLength(4), SamplingParams(), Rule(coupling, 0).randomness()
     cache = prefilled(model, PROMPT)
-    verify = Coupling(coupling, 0).verify
+    verify = Rule(coupling, 0).verify
     rounds = loop.speculate(target, cache, text, Foreseeing(plain), *how, verify)
     first = next(rounds)
     assert (first.drafted, first.accepted, first.emitted) == (plain[:4], 2, plain[:2])

@@ -22,7 +22,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import LAUNCHERS, Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.gpu import ROWS

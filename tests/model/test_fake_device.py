@@ -15,7 +15,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import LAUNCHERS, Decoder
 from model.fast import gpu, graphs
 from model.fast.gpu import StaticDecoder

@@ -18,7 +18,7 @@ from decoding.break_even import BreakEven
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import Decoder, LayerPlan, Shard, parse_config
 from tests.configs import FAMILIES, small
 from tests.laws import EXACT, REAL_DRAFTERS, random_model

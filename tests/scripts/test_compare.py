@@ -20,7 +20,7 @@ from decoding.policies import FixedLength
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from tests.commands import Run
 from tests.folders import write_folder
 from weights.load import load_model

@@ -9,7 +9,7 @@ import transformers
 from app.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import Decoder
 from weights.load import load_model
 from weights.tokenizer import Tokenizer

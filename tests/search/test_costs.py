@@ -14,7 +14,7 @@ from app.writer import Drafting, Writer
 from decoding.policies import AdaptiveExit
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import Decoder, LayerPlan
 from model.fast.gpu import StaticDecoder
 from search import costs as costs_module

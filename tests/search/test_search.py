@@ -22,7 +22,7 @@ from app.writer import Drafting
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import FULL, LOW_BITS, Decoder, LayerPlan
 from search import __main__ as command
 from search.acceptance import Calibration

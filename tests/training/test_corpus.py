@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from decoding.randomness import Place
 from decoding.sampling import SamplingParams, distribution
-from decoding.verify import Coupling
+from decoding.verify import Rule
 from model import Decoder
 from tests.calls import interrupted, status_of
 from tests.folders import VOCAB_SIZE, write_folder

@@ -23,9 +23,7 @@ from tests.laws import (
     EXACT,
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
-    QuickBreakEven,
     QuickExit,
-    QuickOneOffer,
     tiny_model,
 )
 
@@ -58,8 +56,6 @@ AXES: dict[str, dict[str, object]] = {
         "fixed 1": lambda: FixedLength(1),
         "fixed 0": lambda: FixedLength(0),
         "adaptive": lambda: QuickExit(0.45, 2, step=0.3),
-        "break-even": lambda: QuickOneOffer(0.45, 2),
-        "best": lambda: QuickBreakEven({"model": 0.45, "known": 0.1}, 2),
         "gate": lambda: ConfidenceGate(FixedLength(2), 0.4),
         "gate on adaptive": lambda: ConfidenceGate(AdaptiveExit(0.5, 2), 0.3),
     },
