@@ -20,7 +20,7 @@ from torch import Tensor
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
-from decoding.sampling import SamplingParams, distribution, joined, one_hot
+from decoding.sampling import SamplingParams, distribution, one_hot
 from decoding.text import Text
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -134,7 +134,7 @@ def in_a_row(drafts: Sequence[Draft]) -> Draft:
     """Draft of the tokens of all these drafts of a model, one after another."""
     return Draft(
         torch.cat([each.tokens for each in drafts]),
-        joined([each.probs for each in drafts]),
+        torch.cat([each.probs for each in drafts]),
         [logits for each in drafts for logits in each.logits],
     )
 

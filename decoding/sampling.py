@@ -1,11 +1,10 @@
 """Distribution that tokens are drawn from, computed from logits.
 
 One function serves draft, target, residual and bonus token: speculation is exact only if
-"temperature 0.7, top-p 0.9" means the same for all four.
+"temperature 0.7, top-p 0.9" means the same for all four. Knows nothing of models and texts.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +92,7 @@ def penalised(scores: Tensor, context: Tensor, penalty: float) -> Tensor:
     seen = torch.where(later, context[:1], context)
     values = scores.gather(-1, seen)
     values = torch.where(values < 0, values * penalty, values / penalty)
-    return joined([scores]).scatter_(-1, seen, values)
+    return scores.scatter(-1, seen, values)
 
 
 def probabilities(
@@ -146,8 +145,9 @@ def probabilities_by_few(
 ) -> np.ndarray:
     """``probabilities`` on a CPU, row by row on one thread, with filters that see few tokens.
 
-    Torch would divide a vocabulary among threads. That is no faster, and much slower where another
-    program has taken one of their cores.
+    A top-p row of 49,152 tokens takes .11 ms here and 3.8 by torch's sort, half a plain step. Torch
+    would also divide a row among threads, which is much slower where another program has taken one
+    of their cores.
     """
     probs = np.zeros_like(scores)
     for row, kept in zip(scores, probs, strict=True):
@@ -166,20 +166,9 @@ def probabilities_by_few(
     return probs
 
 
-def joined(rows: Sequence[Tensor]) -> Tensor:
-    """New tensor of all rows of tensors ``[rows, vocab]``; on a CPU written by one thread."""
-    if rows[0].device.type == "cpu":
-        return torch.from_numpy(np.concatenate([each.numpy() for each in rows]))
-    return torch.cat(rows)
-
-
 def one_hot(tokens: Tensor, vocab: int) -> Tensor:
-    """Distributions ``[k, vocab]`` float32 of known tokens ``[k]``, by one thread on a CPU."""
-    shape = len(tokens), vocab
-    if tokens.device.type == "cpu":
-        probs = torch.from_numpy(np.zeros(shape, np.float32))
-    else:
-        probs = torch.zeros(shape, device=tokens.device)
+    """Return the distributions ``[k, vocab]`` float32 of known tokens ``[k]``."""
+    probs = torch.zeros(len(tokens), vocab, device=tokens.device)
     return probs.scatter_(1, tokens[:, None], 1.0)
 
 
