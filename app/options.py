@@ -206,7 +206,7 @@ class Options:
         str,
         None,
         "rule of verification. race (default): the seed determines the text, whatever drafts;"
-        " ratio: accepts more (docs/how_it_works.md#the-race)",
+        " ratio and block: accept more (docs/how_it_works.md#the-race)",
         group="sampling",
         choices=tuple(COUPLINGS),
     )

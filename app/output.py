@@ -144,7 +144,7 @@ def comparison(session: Session, sample: Sample) -> str:
     """Return the median speed-up over plain decoding with its range, and whether texts are equal.
 
     The ``sample`` has been written; its text is written anew in turns with a plain one. In greedy
-    decoding and under the race the two must be equal. Under the ratio rule they have the same law,
+    decoding and under the race the two must be equal. Under the other rules they have the same law,
     if the drafter states its q truly.
     """
     if not any(round.drafted for round in sample.rounds) and sample.draft.startswith("plain"):
@@ -157,7 +157,7 @@ def comparison(session: Session, sample: Sample) -> str:
     while len(turns) < TURNS or (len(turns) < most and shortest(turns) < SHORT):
         begun = [session.begin(prompt, way, sample.rule.sample) for way in ways]
         turns.append([session.finish(each) for each in begun])
-    if sample.options.temperature and sample.rule.name == "ratio":
+    if sample.options.temperature and sample.rule.name != "race":
         texts = "another text of the same law, if the drafter states its q truly"
     else:
         why_rows_vary = session.model.abilities.why_rows_vary

@@ -1,4 +1,5 @@
-"""Rules of verification, the ratio rule and the race: the text has the target's distribution.
+"""Rules of verification: the ratio rule, the race and block verification. Under each of them the
+text has the target's distribution.
 
 Knows nothing of models and texts: a rule is a pure function of distributions and drawn tokens.
 """
@@ -19,7 +20,8 @@ from model.errors import InputError
 def verify_by_ratio(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """The ratio rule: a prefix of the draft and the token after it (arXiv 2211.17192, 2302.01318).
+    """Return a prefix of the draft and the token after it by the ratio rule (arXiv 2211.17192,
+    2302.01318).
 
     ``target_probs`` p ``[k + 1, vocab]``, ``draft_probs`` q ``[k, vocab]``, ``drafted`` ``[k]`` ids
     drawn from the rows of q, the first at ``place``. p and q are compared in the wider of their
@@ -58,7 +60,7 @@ def verify_by_ratio(
 def verify_by_race(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """The race: the target's token at every place, and the drafted ones that equal it.
+    """Return the drafted tokens that equal the target's by the race, and the target's after them.
 
     From arXiv 2408.07978; shapes as in ``verify_by_ratio``. The text is the one that plain decoding
     draws at the same places, for every draft: q is never read, so a drafter that misstates it
@@ -75,11 +77,56 @@ def verify_by_race(
     return accepted, drawn.index_select(0, accepted[None])[0]
 
 
+def verify_by_block(
+    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
+) -> tuple[Tensor, Tensor]:
+    """Return a prefix of the draft and the token after it by block verification (arXiv 2403.10444).
+
+    Shapes as in ``verify_by_ratio``. The draft is judged as a whole: on average at least as many
+    tokens are kept as under the ratio rule. With x the drafted tokens,
+
+        reach[0] = 1,  reach[i] = min(1, reach[i-1] · p(x[i]) / q(x[i]))
+        R[i] = Σ max(0, reach[i] · p − q), over the rows after the first i drafted tokens
+        h[i] = R[i] / (R[i] + 1 − reach[i]),  but h[k] = reach[k] for the whole draft
+
+    and the LARGEST i with u[i] < h[i] is accepted, not those before the first failure. The next
+    token is drawn from norm(max(0, reach[i] · p − q)), after the whole draft from p.
+    """
+    count = len(drafted)
+    if not count:  # plain decoding
+        none = torch.zeros((), dtype=torch.int64, device=drafted.device)
+        return none, randomness.draw(target_probs[0], place)
+    wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
+    p = target_probs.to(wide)
+    q = draft_probs.to(wide)
+    p_drafted, q_drafted = (rows.gather(1, drafted[:, None])[:, 0] for rows in (p[:-1], q))
+    ratios = torch.where(q_drafted > 0, p_drafted / q_drafted, 0.0)
+    reached = [ratios.new_ones(())]
+    for ratio in ratios:
+        reached.append((reached[-1] * ratio).clamp(max=1))
+    reach = torch.stack(reached)
+    residuals = (reach[:-1, None] * p[:-1] - q).clamp(min=0)
+    left = residuals.sum(-1)[1:]
+    inner = reach[1:-1]
+    # 0 / 0: p = q, and the draft goes on. Nothing can follow a row of zeros, so such a text ends
+    # there as often as it is reached.
+    shares = torch.where(left + 1 - inner > 0, left / (left + 1 - inner), 1.0)
+    shares = torch.where(p[1:-1].any(-1), shares, inner)
+    passed = randomness.accept(torch.cat((shares, reach[-1:])))
+    numbers = torch.arange(1, count + 1, device=drafted.device)
+    accepted = torch.where(passed, numbers, 0).amax()
+    after = p.index_select(0, accepted[None])[0]
+    residual = torch.cat((residuals, p[-1:])).index_select(0, accepted[None])[0]
+    # an all-zero residual is one up to rounding, as in the ratio rule
+    return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, after), place)
+
+
 Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]
 
 COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
     "ratio": (SeededRandomness, verify_by_ratio),
     "race": (KeyedRandomness, verify_by_race),
+    "block": (SeededRandomness, verify_by_block),
 }
 
 

@@ -58,7 +58,7 @@ def run_loop(
     """
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
-    verify = {"ratio": rules.verify_by_ratio, "race": rules.verify_by_race}[coupling]
+    verify = getattr(rules, f"verify_by_{coupling}")
     text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
     policy = drafter if isinstance(drafter, Policy) else setup.policy()
@@ -94,7 +94,7 @@ def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "rat
     with bar_of("every outcome of every draw") as progress:
         law = output_law(
             lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),
-            {"ratio": Enumerator, "race": RaceEnumerator}[coupling],
+            RaceEnumerator if coupling == "race" else Enumerator,
             progress,
         )
     return total_variation(law, plain_law(model, request))
