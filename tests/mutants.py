@@ -100,12 +100,13 @@ def law(
     *,
     ties: bool = False,
     model: TableModel | None = None,
+    coupling: str = "ratio",
 ) -> Callable[[], None]:
     """A killer: the production loop's enumerated law equals plain sampling's."""
     model = model or table(ties=ties)
 
     def the_enumerated_law_equals_plain_samplings() -> None:
-        assert bias(model, request, setup or Setup()) < EXACT
+        assert bias(model, request, setup or Setup(), coupling) < EXACT
 
     return the_enumerated_law_equals_plain_samplings
 
@@ -152,8 +153,12 @@ def judged(mutant: Mutant) -> float | None:
         return None
     distances = [0.0]
 
-    def judge(model: TableModel, request: Request, setup: Setup) -> float:
-        found = law_of(lambda: run_loop(model, request, setup, SeededRandomness(0)))
+    def judge(
+        model: TableModel, request: Request, setup: Setup, coupling: str = "ratio"
+    ) -> float:
+        found = law_of(
+            lambda: run_loop(model, request, setup, SeededRandomness(0), coupling=coupling)
+        )
         distances.append(total_variation(found.probs, plain_law(model, request)))
         return distances[-1]
 
@@ -525,10 +530,55 @@ MUTANTS = [
         "        accepted, token = verify(probs,",
         under(ONE_BYTE, Setup(test_grammar.under_grammar(ONE_BYTE, "none"))),
     ),
+    Mutant(
+        37,
+        "block verification stops at the first failure",
+        R,
+        "verify_by_block",
+        "torch.where(passed, numbers, 0).amax()",
+        "passed.long().cumprod(0).sum()",
+        law(LONG, coupling="block"),
+    ),
+    Mutant(
+        38,
+        "after a rejection block verification draws from the ratio rule's residual",
+        R,
+        "verify_by_block",
+        "residual = torch.cat((residuals, p[-1:]))",
+        "residual = torch.cat(((p[:-1] - q).clamp(min=0), p[-1:]))",
+        law(LONG, coupling="block"),
+    ),
+    Mutant(
+        39,
+        "the bonus token comes from the residual of the draft's last row",
+        R,
+        "verify_by_block",
+        "residual = torch.cat((residuals, p[-1:]))",
+        "residual = torch.cat((residuals, (p[-1:] - q[-1:]).clamp(min=0)))",
+        law(LONG, coupling="block"),
+    ),
+    Mutant(
+        40,
+        "the stated q is the softmax before temperature and filters",
+        ModelDrafter,
+        "_draw",
+        "Draft(token[None], probs, [logits])",
+        "Draft(token[None], torch.softmax(logits, -1), [logits])",
+        law(FILTERED),
+    ),
+    Mutant(
+        41,
+        "drafts are drawn from bf16 logits, q is their float32 softmax",
+        ModelDrafter,
+        "_draw",
+        "randomness.draw(probs[0],",
+        "randomness.draw(torch.softmax(logits[0].bfloat16(), -1).to(probs.dtype),",
+        law(SAMPLED),
+    ),
 ]
 
 NOT_OURS = {  # row: defect, and why it cannot arise here
-    37: (
+    42: (
         "a padding mask is forgotten in one of two calls",
         "cannot arise: nothing is padded, each row of a step has a position and a cache of its own",
     ),

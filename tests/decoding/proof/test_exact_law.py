@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
-from decoding.proof.judge import Setup, bias
+from decoding.proof.enumeration import output_law
+from decoding.proof.judge import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
+from decoding.randomness import Randomness
+from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from model import Decoder
 from tests.configs import FAMILIES
@@ -24,6 +27,7 @@ from tests.laws import (
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
     QuickExit,
+    random_tables,
     tiny_model,
 )
 
@@ -152,6 +156,29 @@ def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
         model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
         for coupling in ("ratio", "block")[: 2 - number % 2]:
             assert case_deviation(model, case, length, coupling=coupling) < EXACT
+
+
+def accepted_at_first(model: TableModel, gamma: int, coupling: str) -> float:
+    """Mean number of drafted tokens that the first round accepts, by enumeration."""
+    request = Request(max_new_tokens=gamma + 1)
+    setup = Setup(policy=lambda: FixedLength(gamma))
+
+    def first(randomness: Randomness) -> int:
+        rounds: list[Round] = []
+        run_loop(model, request, setup, randomness, rounds, coupling)
+        return rounds[0].accepted
+
+    return sum(kept * weight for kept, weight in output_law(first).items())
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_block_verification_keeps_at_least_as_many_tokens_as_the_ratio_rule(gamma: int) -> None:
+    """On average, and more from two drafted tokens on."""
+    more = [
+        accepted_at_first(model, gamma, "block") - accepted_at_first(model, gamma, "ratio")
+        for model in (random_tables(seed, 4, 3) for seed in range(4))
+    ]
+    assert min(more) > -EXACT and (max(more) > 0.01) == (gamma > 1)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
