@@ -66,6 +66,7 @@ class Together:
             tokens = tokens[:, count:]
             start += count
 
+    @torch.inference_mode()  # as ``step``: a loop that leaves its greenlet leaves its mode behind
     def start(self, loop: Callable[[], None]) -> greenlet:
         """Run a loop up to its first call of the model; returns its greenlet.
 
@@ -76,6 +77,7 @@ class Together:
         self._go_on(running)
         return running
 
+    @torch.inference_mode()
     def stop(self, loop: greenlet) -> None:
         """End a loop where it is."""
         self.calls.pop(loop, None)
