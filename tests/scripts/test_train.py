@@ -65,10 +65,6 @@ def log_of(out: Path) -> list[dict[str, Any]]:
     return [*map(json.loads, lines)]
 
 
-def losses_of(out: Path) -> list[float]:
-    return [row["loss"] for row in log_of(out) if "loss" in row]
-
-
 def state_of(out: Path) -> dict[str, Any]:
     return torch.load(out / "training" / "state.pt", weights_only=True)
 
@@ -78,7 +74,7 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
 ) -> None:
     out = tmp_path / "run"
     assert train.main(arguments(data, out, steps=40, save_every=20, learning_rate=0.01)) == 0
-    losses = losses_of(out)
+    losses = [row["loss"] for row in log_of(out) if "loss" in row]
     assert len(losses) == 40 and losses[-1] < 0.7 * losses[0]
     *_, judged = (row for row in log_of(out) if "agreement" in row)
     assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3
@@ -102,6 +98,18 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
         for name in ("killed", "whole")
     )
     torch.testing.assert_close(killed, whole, rtol=0, atol=0)
+
+
+def test_a_run_is_saved_early_and_goes_on_from_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "FIRST_SAVE", 0.0)
+    again = arguments(data, tmp_path / "run", save_every=100)
+    with monkeypatch.context() as patch:
+        interrupted(patch, train, "backward", 3)
+        assert train.main(again) == 130
+    assert state_of(tmp_path / "run")["step"] == 1
+    assert train.main(again) == 0
 
 
 def test_a_run_never_replaces_a_model_that_it_did_not_make(
