@@ -178,6 +178,6 @@ def test_a_model_has_a_row_of_its_text_and_its_stories_if_any_text_is_held_out(
     assert main(["--model", str(folder), "--data", str(text)]) == 0
     said = capsys.readouterr().out
     assert "held-out documents, 2 stories" in said and "bits per byte" in said
-    text.write_text("a line\n")
+    text.write_text('{"text": "a line"}\n')
     assert main(["--model", str(folder), "--data", str(text)]) == 2
     assert "none of the documents is held out: give more text" in capsys.readouterr().err
