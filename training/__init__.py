@@ -1,3 +1,3 @@
-"""Training: the recipe, its text and options, a sample of text, and the writing of a corpus. Begin
+"""Training: the recipe, its text and runs, a sample of text, and the writing of a corpus. Begin
 with ``recipe``; the loop is ``train.py``.
 """

@@ -1,4 +1,4 @@
-"""Runs of training: reproducible, resumable, shared."""
+"""Runs of training: reproducible and resumable."""
 
 import filecmp
 import json
@@ -13,7 +13,7 @@ import torch
 import train
 from tests.calls import interrupted, status_of
 from tests.folders import GEMMA2, LLAMA, write_folder
-from tests.ranks import started
+from training.run import STATE
 from weights.load import load_model
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
@@ -65,10 +65,6 @@ def log_of(out: Path) -> list[dict[str, Any]]:
     return [*map(json.loads, lines)]
 
 
-def losses_of(out: Path) -> list[float]:
-    return [row["loss"] for row in log_of(out) if "loss" in row]
-
-
 def state_of(out: Path) -> dict[str, Any]:
     return torch.load(out / "training" / "state.pt", weights_only=True)
 
@@ -78,7 +74,7 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
 ) -> None:
     out = tmp_path / "run"
     assert train.main(arguments(data, out, steps=40, save_every=20, learning_rate=0.01)) == 0
-    losses = losses_of(out)
+    losses = [row["loss"] for row in log_of(out) if "loss" in row]
     assert len(losses) == 40 and losses[-1] < 0.7 * losses[0]
     *_, judged = (row for row in log_of(out) if "agreement" in row)
     assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3
@@ -104,6 +100,18 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     torch.testing.assert_close(killed, whole, rtol=0, atol=0)
 
 
+def test_a_run_is_saved_early_and_goes_on_from_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "FIRST_SAVE", 0.0)
+    again = arguments(data, tmp_path / "run", save_every=100)
+    with monkeypatch.context() as patch:
+        interrupted(patch, train, "backward", 3)
+        assert train.main(again) == 130
+    assert state_of(tmp_path / "run")["step"] == 1
+    assert train.main(again) == 0
+
+
 def test_a_run_never_replaces_a_model_that_it_did_not_make(
     data: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -123,7 +131,7 @@ def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, c
     ):
         assert train.main(arguments(data, tmp_path / "run", steps=1, **{name: value})) == 2
         assert f"holds a run with {name} " in one_line(capsys)
-    state = tmp_path / "run" / train.STATE
+    state = tmp_path / "run" / STATE
     whole = state.read_bytes()
     state.write_bytes(whole[:99])
     assert train.main(arguments(data, tmp_path / "run", steps=1)) == 2
@@ -133,16 +141,6 @@ def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, c
     assert train.main(arguments(data, tmp_path / "moved", steps=1, save_every=7)) == 0, (
         "the run itself still goes on"
     )
-
-
-def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path) -> None:
-    assert train.main(arguments(data, tmp_path / "one", vocab_size=300)) == 0
-    with started(train.main, [arguments(data, tmp_path / "two", accumulate=1)] * 2) as processes:
-        ended = [process.ended() for process in processes]
-    assert [each.status for each in ended] == [0, 0], ended
-    one, two = (state_of(tmp_path / run)["parts"][0] for run in ("one", "two"))
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
-    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(

@@ -1,4 +1,4 @@
-"""Corpus writer: each text by its definition, without cache or batch; the file; the command; the
+"""Corpus writer: the file; the command; the
 filter of stories, which ends them where they begin to repeat themselves.
 """
 
@@ -6,25 +6,17 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from decoding.randomness import Place
-from decoding.sampling import SamplingParams, distribution
-from decoding.verify import Rule
-from model import Decoder
-from tests.calls import interrupted, status_of
+from app.session import load
+from tests.calls import interrupted, recorded, status_of
 from tests.folders import VOCAB_SIZE, write_folder
-from tests.laws import tiny_model
-from tests.refusal import refusal
 from training.corpus import __main__ as corpus
 from training.corpus import stories as templates
-from training.corpus.sampling import sample_texts
 from training.corpus.stories import (
     MOST_REPEATED,
     before_repetition,
@@ -32,66 +24,11 @@ from training.corpus.stories import (
     repetition,
     words_of,
 )
-from weights.tokenizer import Tokenizer
 
-EOS = 1
-SHORT = [[0, 2, 5], [3], [4, 4, 1, 0, 2, 3, 5], [2], [5, 1], [0, 0, 3, 2, 1], [5], [4, 2]]
-PROMPTS = [[4] * 57, *SHORT, [0] * 55, [5, 5, 3] * 18]  # the long ones nearly fill the context
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + '\\n' + message['content'] + '<|end|>' }}{%"
     " endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
 )
-
-
-def sampled(
-    model: Decoder, prompts: list[list[int]], params: SamplingParams, budget: int = 3, seed: int = 0
-) -> list[list[int]]:
-    return sample_texts(
-        model, prompts, max_new_tokens=budget, params=params, eos_ids=[EOS], seed=seed
-    )
-
-
-def replayed(
-    model: Decoder, prompt: list[int], params: SamplingParams, seed: int, index: int
-) -> list[int]:
-    """One text by the definition: no cache and no batch."""
-    tokens = list(prompt)
-    randomness = Coupling("race", seed, index).randomness()
-    for position in range(len(prompt), min(len(prompt) + 12, model.max_positions)):
-        logits = model(torch.tensor([tokens]))[0, -1:]
-        probs = distribution(logits, torch.tensor(tokens), params)[0]
-        tokens.append(int(randomness.draw(probs, Place(position))))
-        if tokens[-1] == EOS:
-            break
-    return tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize(
-    ("family", "params"),
-    [
-        ("llama", SamplingParams(0.7, top_k=3, top_p=0.9)),
-        ("gemma2", SamplingParams(1.3)),
-        ("llama", SamplingParams()),
-    ],
-    ids=["filtered", "unfiltered", "greedy"],
-)
-def test_each_text_is_its_own_draws_whatever_is_written_beside_it(
-    family: str, params: SamplingParams
-) -> None:
-    """In order: prompts of any length, texts that end early, and texts that fill the context."""
-    model = tiny_model(family, vocab=6, seed=3)
-    expected = [replayed(model, prompt, params, 7, index) for index, prompt in enumerate(PROMPTS)]
-    for texts in (len(PROMPTS), 1):
-        assert sampled(model, PROMPTS[:texts], params, 12, seed=7) == expected[:texts]
-    assert len({len(text) for text in expected}) > 2
-
-
-def test_a_prompt_that_fills_the_context_and_non_finite_logits_are_refused() -> None:
-    model = tiny_model("llama", vocab=6)
-    said = refusal(sampled, model, [[0] * 64], SamplingParams())
-    assert "a prompt has 64 tokens: the model's context ends after 64" in said
-    model.layers[1].mlp.up_proj.weight[0] = float("nan")
-    assert "stop being finite" in refusal(sampled, model, PROMPTS, SamplingParams(1.0))
 
 
 # The file.
@@ -246,12 +183,11 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system
 def test_a_narrator_speaks_where_the_template_lets_one(
     template: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, sampling = Tokenizer(folder), Mock(return_value=[[65]] * 3)
-    tokenizer.chat_template = template
-    monkeypatch.setattr(corpus, "sample_texts", sampling)
-    corpus.write_stories(tiny_model("llama"), tokenizer, SamplingParams(), 3, 9, random.Random(0))
-    _, prompts = sampling.call_args.args
-    narrated = [corpus.NARRATOR in tokenizer.decode(prompt) for prompt in prompts]
+    session = load(str(folder), dtype="float32", draft="none", max_new_tokens=1, device="cpu")
+    session.tokenizer.chat_template = template
+    begun = recorded(monkeypatch, session, "begin", lambda ids, *_: ids)
+    corpus.write_stories(session, 3, random.Random(0))
+    narrated = [corpus.NARRATOR in session.tokenizer.decode(prompt) for prompt in begun]
     assert narrated == [template == TEMPLATE] * 3
 
 

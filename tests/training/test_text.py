@@ -168,17 +168,7 @@ def test_each_token_costs_the_logarithm_of_the_vocabulary_under_a_model_that_kno
     assert long == pytest.approx(short, rel=0.1)
 
 
-def test_text_without_a_held_out_document_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a line\n")
-    folder = write_folder(tmp_path / "model", LLAMA)
-    assert main(["--model", str(folder), "--data", str(text)]) == 2
-    assert "none of the documents is held out: give more text" in capsys.readouterr().err
-
-
-def test_a_model_has_a_row_of_its_text_and_its_stories(
+def test_a_model_has_a_row_of_its_text_and_its_stories_if_any_text_is_held_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quality, "STORIES", 2)
@@ -188,3 +178,6 @@ def test_a_model_has_a_row_of_its_text_and_its_stories(
     assert main(["--model", str(folder), "--data", str(text)]) == 0
     said = capsys.readouterr().out
     assert "held-out documents, 2 stories" in said and "bits per byte" in said
+    text.write_text('{"text": "a line"}\n')
+    assert main(["--model", str(folder), "--data", str(text)]) == 2
+    assert "none of the documents is held out: give more text" in capsys.readouterr().err

@@ -17,17 +17,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from app.command_line import say
-from app.device import keep_freed_memory, pick_device
+from app.device import keep_freed_memory
 from app.files import explaining, read_json_lines, write_text
+from app.options import Options
 from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
-from app.prompt import encode_prompt
-from decoding.sampling import SamplingParams
-from model import Decoder, InputError
-from model.fast import accelerate
-from training.corpus.sampling import sample_texts
+from app.session import Session
+from model import InputError
 from training.corpus.stories import kept_story, story_request
-from weights.load import DTYPES, load_model, model_folder, pick_dtype
-from weights.tokenizer import Tokenizer
+from weights.load import DTYPES
 
 NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."
 FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends
@@ -44,38 +41,30 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
     write_text(path, "".join(json.dumps(story) + "\n" for story in stories.values()))
 
 
-def write_stories(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    params: SamplingParams,
-    rows: int,
-    max_new_tokens: int,
-    rng: random.Random,
-) -> list[dict[str, str]]:
-    """Stories worth learning, of ``rows`` that the model writes: each a "prompt" and a "response".
+def write_stories(session: Session, rows: int, rng: random.Random) -> list[dict[str, str]]:
+    """Return the stories worth learning, of ``rows`` that the model writes: each a "prompt" and a
+    "response".
 
     A request is a turn of a chat or, without a chat template, plain text. The model continues its
     opening.
     """
-    requests = [story_request(rng) for _ in range(rows)]
-    openings = [tokenizer.encode_parts(opening) for _, opening, _ in requests]
-    try:
-        prompts = [encode_prompt(tokenizer, prompt, system=NARRATOR) for prompt, *_ in requests]
-    except InputError:  # no template, or one that refuses a system message
-        prompts = [encode_prompt(tokenizer, prompt) for prompt, *_ in requests]
-    begun = [prompt + opening for prompt, opening in zip(prompts, openings, strict=True)]
-    written = sample_texts(
-        model,
-        begun,
-        max_new_tokens=max_new_tokens,
-        params=params,
-        eos_ids=tokenizer.eos_ids,
-        seed=rng.getrandbits(64),
-    )
+    tokenizer = session.tokenizer
+    options = session.options.merged({"seed": rng.getrandbits(63)})
+    narrated = options.merged({"system": NARRATOR})
     stories = []
-    for (prompt, _, subjects), opening, tokens in zip(requests, openings, written, strict=True):
-        tokens = opening + (tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
-        story = kept_story(tokenizer.decode(tokens), subjects)
+    requests = [story_request(rng) for _ in range(rows)]
+    samples = []
+    for number, (prompt, opening, _) in enumerate(requests):
+        try:
+            ids = session.encode(prompt, narrated)
+        except InputError:  # no template, or one that refuses a system message
+            ids = session.encode(prompt, options)
+        begun = session.fitting(ids + tokenizer.encode_parts(opening))
+        samples.append(session.begin(begun, options, number))
+    session.finish_all(samples)
+    for (prompt, opening, subjects), sample in zip(requests, samples, strict=True):
+        tokens = [token for token in sample.tokens if token not in tokenizer.eos_ids]
+        story = kept_story(tokenizer.decode(tokenizer.encode_parts(opening) + tokens), subjects)
         if story and set(tokenizer.special.values()).isdisjoint(tokens):
             stories.append({"prompt": prompt, "response": story})
     return stories
@@ -124,10 +113,9 @@ def run(options: argparse.Namespace) -> None:
     A batch depends on the seed and on the contents of the file only, so that a run that was killed
     continues to the same file. Raises InputError when the model writes nothing new any more.
     """
-    params = SamplingParams(options.temperature, options.top_k)
-    folder = model_folder(options.model)
-    device = pick_device(options.device)
-    tokenizer = Tokenizer(folder)
+    names = ("model", "device", "dtype", "temperature", "top_k", "max_new_tokens")
+    given = {name: getattr(options, name) for name in names}
+    session = Session(Options().merged({**given, "draft": "none"}))
     stories: dict[str, dict[str, str]] = {}
     fruitless = 0
     written = read_json_lines(options.out) if options.out.is_file() else ()
@@ -136,9 +124,10 @@ def run(options: argparse.Namespace) -> None:
     ):
         add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
-    model = accelerate(load_model(folder, pick_dtype(options.dtype, folder, device), device))
     while True:
-        tokens = sum(len(tokenizer.encode_parts(story["response"])) for story in stories.values())
+        tokens = sum(
+            len(session.tokenizer.encode_parts(story["response"])) for story in stories.values()
+        )
         say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")
         if tokens >= options.tokens:
             return
@@ -150,7 +139,7 @@ def run(options: argparse.Namespace) -> None:
         before = len(stories)
         rows = min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
         rng = random.Random(f"{options.seed} {before} {fruitless}")
-        more = write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng)
+        more = write_stories(session, rows, rng)
         add(stories, more, options.out)
         fruitless = 0 if len(stories) > before else fruitless + rows
 

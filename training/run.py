@@ -1,12 +1,28 @@
-"""Options of ``train.py``."""
+"""Runs of ``train.py``: their options, what they begin with, and the folder they are saved in.
+
+Knows nothing of losses and optimisers.
+"""
 
 import argparse
+import copy
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from app.files import atomic_path, explaining, read_json, write_text
 from app.parsers import DEVICE, Groups, parser_of, within
+from model import Decoder, InputError, build, parse_config
 from training.recipe import CURRICULA
-from weights.load import model_folder
+from training.text import Rows, read_documents, rows_of, train_tokenizer
+from weights.load import load_model, model_folder
+from weights.save import save_model
+from weights.tokenizer import Tokenizer
 
+STATE = "training/state.pt"
+LOG = "training/log.jsonl"
 COUNT = within(int, 1)
 SHARE = within(float, 0, 1)
 RATE = within(float, 0)
@@ -85,7 +101,7 @@ OPTIONS: Groups = {
             "type": COUNT,
             "default": 1,
             "metavar": "N",
-            "help": "micro-batches per step and process",
+            "help": "micro-batches per step",
         },
         "--context": {"type": COUNT, "default": 256, "metavar": "N", "help": "tokens per row"},
         "--learning-rate": {
@@ -121,7 +137,7 @@ OPTIONS: Groups = {
             "type": COUNT,
             "default": 100,
             "metavar": "N",
-            "help": "steps between evaluations, each with a save",
+            "help": "steps between evaluations, each with a save (one more in the first minute)",
         },
         "--device": DEVICE,
     },
@@ -129,7 +145,7 @@ OPTIONS: Groups = {
 
 
 def parse_options(arguments: list[str] | None, description: str) -> argparse.Namespace:
-    """Parsed options of a command line. Raises InputError for a model folder that is not there."""
+    """Return the options of a command line. Raises InputError for a missing model folder."""
     parser = parser_of(OPTIONS, prog="train.py", description=description)
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument(
@@ -142,3 +158,84 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     options.start_from = options.start_from and model_folder(options.start_from)
     options.tokenizer = model_folder(options.tokenizer) if options.tokenizer else options.start_from
     return options
+
+
+def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
+    """Return the initial model in float32, training rows, and held-out rows.
+
+    A new tokenizer is written into ``--out``.
+
+    Raises InputError for a wrong model, text or folder.
+    """
+    out = options.out
+    start = options.start_from
+    config = parse_config(read_json(start / "config.json" if start else options.config))
+    if options.context > config.max_positions:
+        raise InputError(
+            f"--context {options.context} is more than the config's {config.max_positions}"
+            " positions"
+        )
+    if (out / "config.json").exists() and not (out / STATE).parent.exists():
+        raise InputError(f"{out} holds a model that train.py did not make: give another --out")
+    documents = read_documents(options.data)
+    if not options.tokenizer and not (out / STATE).exists():
+        (out / STATE).parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(documents, options.vocab_size, out)
+    tokenizer = Tokenizer(options.tokenizer or out)
+    own = Tokenizer(start) if start else tokenizer
+    if (own.pieces, own.special) != (tokenizer.pieces, tokenizer.special):
+        raise InputError(
+            f"{options.tokenizer} has another vocabulary than {start}: leave out --tokenizer"
+        )
+    rows = rows_of(documents, tokenizer, options.context)
+    if start:
+        return load_model(start, torch.float32), *rows
+    model = build(replace(config, vocab_size=len(tokenizer.pieces)))
+    model.initialise(
+        std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
+    )
+    return model, *rows
+
+
+def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any]) -> None:
+    """Write ``model`` as an ordinary bf16 folder, the log, and the ``state`` to continue from, each
+    file atomically.
+
+    The state holds the ``records`` of the log. A run that is killed before the state is written
+    repeats the last steps. Raises InputError when ``--out`` cannot be written.
+    """
+    save_model(
+        copy.deepcopy(model).bfloat16(),
+        options.out,
+        tokenizer_from=options.tokenizer or options.out,
+    )
+    with explaining(
+        f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"
+        " and run again",
+        (OSError, RuntimeError),
+    ):
+        write_text(options.out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
+        with atomic_path(options.out / STATE) as temporary:
+            torch.save(state, temporary)
+
+
+def load_state(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the state saved in ``--out``, that of step 0 where there is none.
+
+    Raises InputError for a run with other options.
+    """
+    given = {
+        name: str(value)
+        for name, value in vars(options).items()
+        if name not in ("out", "device", "save_every")
+    }
+    if not (options.out / STATE).exists():
+        return {"options": given, "step": 0, "records": [], "parts": []}
+    with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
+        state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
+    for name, saved in state["options"].items():
+        if given.get(name) != saved:
+            raise InputError(
+                f"{options.out} holds a run with {name} {saved}: give the same, or another --out"
+            )
+    return state
