@@ -19,7 +19,6 @@ from app.request import Request
 from app.session import Session, load
 from app.together import Scheduler
 from app.writer import Sample
-from weights.kept import describe_copies
 from weights.memory import check_fits
 
 
@@ -29,7 +28,6 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         copies = request.optional_copies()
         print(check_fits(request.memory(), request.device, optional_copies=copies))
-        print(describe_copies())
     elif options.serve:
         with explaining(
             "--serve needs more: run make serve, or pip install -r requirements-serve.txt",

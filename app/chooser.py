@@ -18,13 +18,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
 import torch
 
-from app.calibration import kept_of, low_bit_steps
 from app.command_line import say
 from app.draft_options import DraftOptions, plan_for, plans_for_auto, policy_for
 from app.files import one_line
@@ -35,7 +33,7 @@ from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup, check
 from decoding.sampling import SamplingParams
 from model import FULL, Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
-from weights.kept import KeptTensors
+from weights.importance import importance
 from weights.load import load_model, model_folder, pick_dtype, read_config
 from weights.memory import bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
@@ -65,11 +63,6 @@ class Setting:
     positions: int
     coupling: str = "ratio"
     made: dict[DraftOptions, Drafting] = field(default_factory=dict)
-
-    @cached_property
-    def kept(self) -> KeptTensors:
-        """The target's kept tensors."""
-        return kept_of(self.model, self.folder)
 
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
         """The drafting of a text: the one made for its options, under its own policy.
@@ -159,11 +152,12 @@ def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
 
 def preparing(setting: Setting, plan: LayerPlan) -> Iterator[None]:
     """The pieces of a plan's preparation: its low-bit copies, read or made, and its tables. All
-    copies that are kept are read in the first piece.
+    importance of weights is read or measured in the first piece.
     """
     model = setting.model
     if plan.has_low_bits and model.fast_bits:
-        yield from low_bit_steps(model, plan, setting.kept, setting.tokenizer)
+        importance(model, setting.tokenizer, setting.folder)
+        yield
     model.prepare(plan)
 
 

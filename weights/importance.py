@@ -1,0 +1,117 @@
+"""Importance of the inputs of a model's linear layers: their mean squares on the built-in prompts,
+by which weights are rounded to few bits. It is kept between runs. Knows nothing of drafts.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from app.command_line import say
+from app.files import atomic_path, explaining
+from model import Decoder, InputError, cache_folder, layer_positions, version
+from weights.load import model_fingerprint
+from weights.tokenizer import Tokenizer
+
+PROMPTS_FILE = Path(__file__).with_name("prompts.txt")
+PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
+
+
+def importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Set ``model.importance`` of every linear layer, ``[in]`` float32: read from the file of the
+    model in ``folder``, or measured on the built-in prompts and written there.
+    """
+    if model.importance:
+        return
+    layers = linear_layers(model)
+    path = importance_file(model, folder)
+    found = read(path, layers)
+    if found is None:
+        say("measuring the importance of this checkpoint's weights, kept for later runs")
+        prompts = [encode(tokenizer, prompt)[: model.max_positions] for prompt in PROMPTS]
+        found = {name: each.cpu() for name, each in input_squares(model, prompts).items()}
+        try:
+            with (
+                explaining(f"{path} cannot be written", (OSError, SafetensorError)),
+                atomic_path(path) as temporary,
+            ):
+                save_file(found, temporary)
+        except InputError as error:
+            say(f"the importance is not kept, and measured at every start: {error}")
+    model.importance.update((layer, found[name]) for name, layer in layers.items())
+
+
+def importance_file(model: Decoder, folder: Path) -> Path:
+    """Return the file of a model, named by all that determines its importance."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    code = version([Path(__file__), PROMPTS_FILE])
+    name = f"{model_fingerprint(folder)}-{dtype}-{code}.safetensors"
+    return cache_folder() / "importance" / name
+
+
+def read(path: Path, layers: dict[str, nn.Module]) -> dict[str, Tensor] | None:
+    """Return the importance in a file by the layer's name; None where it is absent or damaged."""
+    try:
+        found = load_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, SafetensorError):
+        found = {}
+    wanted = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
+    if {name: tuple(each.shape) for name, each in found.items()} == wanted:
+        return found
+    say(f"{path} cannot be read: it is made anew")
+    return None
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return a prompt's token ids, as a user's turn where the model has a chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+
+def linear_layers(model: Decoder) -> dict[str, nn.Module]:
+    """Return the layers whose weights a draft may round, by name: the blocks' linear layers, and
+    the head or its embedding.
+    """
+    layers = {
+        name: part for name, part in model.layers.named_modules() if isinstance(part, nn.Linear)
+    }
+    return layers | {"head": model.lm_head or model.embed_tokens}
+
+
+@torch.inference_mode()
+def input_squares(
+    model: Decoder,
+    texts: Sequence[Sequence[int]],
+    square: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
+) -> dict[str, Tensor]:
+    """Return the mean square ``[in]`` float32 of each input of every linear layer on these texts of
+    token ids, by the layer's name.
+
+    ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
+    """
+    names = {layer: name for name, layer in linear_layers(model).items()}
+    means: dict[str, Tensor] = {}
+    count = sum(map(len, texts))
+
+    def add(name: str, x: Tensor) -> None:
+        means[name] = means.get(name, 0) + square(x.float().flatten(0, -2)) / count
+
+    with ExitStack() as hooks:
+        for part in filter(names.get, model.layers.modules()):
+            name = names[part]
+            hook = part.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
+            hooks.enter_context(hook)
+        for text in texts:
+            x = model.embed(torch.tensor([[*text]], device=model.device))
+            positions = layer_positions(model.config, 0, len(text), x)
+            for block, place in zip(model.layers, positions, strict=True):
+                x = block(x, place, None, attention=True, mlp=True)
+            add("head", model.norm(x))
+    return means
