@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.calibration import PROMPTS as CALIBRATION
-from app.calibration import input_squares, linear_layers
 from app.command_line import say
 from app.prompt import encode_prompt
 from decoding.sampling import SamplingParams
@@ -24,6 +22,8 @@ from model.fast import accelerate
 from model.quantise import GROUP, LEVELS
 from search.texts import PROMPTS, Continuation
 from training.corpus.sampling import sample_texts
+from weights.importance import PROMPTS as CALIBRATION
+from weights.importance import input_squares, linear_layers
 from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     ids = [text.prompt + text.written for text in texts]
-    *_, covariances = input_squares(model, ids, lambda x: x.T @ x)
+    covariances = input_squares(model, ids, lambda x: x.T @ x)
     for name, weight in matrices(model).items():
         vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
         weak = vectors[:, : len(vectors) // 2]

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from app.calibration import importance_steps
 from app.chooser import load_setting
 from app.command_line import say
 from app.device import machine, pick_device
@@ -46,6 +45,7 @@ from search.study import (
     texts_and_costs,
 )
 from search.texts import read_prompts, split_texts
+from weights.importance import importance
 from weights.load import DTYPES, model_fingerprint, model_folder
 
 VERSION = 8  # of the journal
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     setting = load_setting(folder, device, options.dtype, params, options.coupling)
     model = setting.model
     if model.fast_bits:  # rounds to low bits as ``generate.py`` does
-        list(importance_steps(model, setting.kept, setting.tokenizer))
+        importance(model, setting.tokenizer, setting.folder)
     coupling = Coupling(options.coupling, options.seed)
     identity = {
         "model": model_fingerprint(folder),

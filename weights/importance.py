@@ -1,13 +1,9 @@
-"""Importance of a model's weights: the mean square of each input of its linear layers on the
-built-in prompts, by which low-bit copies are rounded.
-
-A few kilobytes per model are kept in the user's cache folder, so that only the first start measures
-them. They only save time: a file that cannot be read or written is passed over. Knows nothing of
-plans and drafts.
+"""Importance of the inputs of a model's linear layers: their mean squares on the built-in prompts,
+by which weights are rounded to few bits. It is kept between runs. Knows nothing of drafts.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -16,16 +12,67 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.command_line import say
-from app.files import atomic_path
-from model.decoder import Decoder
-from model.errors import InputError
-from model.layers import layer_positions
-from model.places import cache_folder, version
+from app.files import atomic_path, explaining
+from model import Decoder, InputError, cache_folder, layer_positions, version
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
 PROMPTS_FILE = Path(__file__).with_name("prompts.txt")
 PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
+
+
+def importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Set ``model.importance`` of every linear layer, ``[in]`` float32: read from the file of the
+    model in ``folder``, or measured on the built-in prompts and written there.
+    """
+    if model.importance:
+        return
+    layers = linear_layers(model)
+    path = importance_file(model, folder)
+    found = read(path, layers)
+    if found is None:
+        say("measuring the importance of this checkpoint's weights, kept for later runs")
+        prompts = [encode(tokenizer, prompt)[: model.max_positions] for prompt in PROMPTS]
+        found = {name: each.cpu() for name, each in input_squares(model, prompts).items()}
+        try:
+            with (
+                explaining(f"{path} cannot be written", (OSError, SafetensorError)),
+                atomic_path(path) as temporary,
+            ):
+                save_file(found, temporary)
+        except InputError as error:
+            say(f"the importance is not kept, and measured at every start: {error}")
+    model.importance.update((layer, found[name]) for name, layer in layers.items())
+
+
+def importance_file(model: Decoder, folder: Path) -> Path:
+    """Return the file of a model, named by all that determines its importance."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    code = version([Path(__file__), PROMPTS_FILE])
+    name = f"{model_fingerprint(folder)}-{dtype}-{code}.safetensors"
+    return cache_folder() / "importance" / name
+
+
+def read(path: Path, layers: dict[str, nn.Module]) -> dict[str, Tensor] | None:
+    """Return the importance in a file by the layer's name; None where it is absent or damaged."""
+    try:
+        found = load_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, SafetensorError):
+        found = {}
+    wanted = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
+    if {name: tuple(each.shape) for name, each in found.items()} == wanted:
+        return found
+    say(f"{path} cannot be read: it is made anew")
+    return None
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return a prompt's token ids, as a user's turn where the model has a chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
@@ -68,33 +115,3 @@ def input_squares(
                 x = block(x, place, None, attention=True, mlp=True)
             add("head", model.norm(x))
     return means
-
-
-def importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Set ``model.importance`` of every linear layer, as it is kept, or else measured on the
-    built-in prompts. ``folder`` is that of the model's files.
-    """
-    if model.importance:
-        return
-    layers = linear_layers(model)
-    code = version([Path(__file__), PROMPTS_FILE])
-    dtype = str(model.dtype).removeprefix("torch.")
-    name = f"{model_fingerprint(folder)}-{dtype}-{code}.safetensors"
-    path = cache_folder() / "importance" / name
-    squares: dict[str, Tensor] = {}
-    with suppress(OSError, SafetensorError):
-        squares = load_file(path)
-    if squares.keys() != layers.keys():
-        say("measuring which weights matter, for rounding: once per checkpoint")
-        ids = [encode(tokenizer, prompt)[: model.max_positions] for prompt in PROMPTS]
-        squares = {name: means.cpu() for name, means in input_squares(model, ids).items()}
-        with suppress(OSError, InputError, SafetensorError), atomic_path(path) as temporary:
-            save_file(squares, temporary)
-    model.importance.update({layers[name]: means for name, means in squares.items()})
-
-
-def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the token ids of a prompt, as a turn of a chat where there is a chat template."""
-    if tokenizer.chat_template is None:
-        return tokenizer.encode(prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt}])

@@ -6,22 +6,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from app.calibration import (
-    PROMPTS,
-    input_squares,
-    kept_of,
-    linear_layers,
-    low_bit_steps,
-)
 from app.chooser import VERIFY_SLOPE, Setting, auto, first_slopes
 from app.draft_options import DraftOptions, plan_for
 from app.options import make_parser
 from app.plan_file import DraftPlan, write_plan
 from app.request import Request
 from app.writer import Drafting, Writer
-from benchmark.off_grid import TOKENS, own_texts
+from benchmark.off_grid import own_texts
 from decoding.policies import FixedLength
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -31,6 +23,7 @@ from model.fast import accelerate
 from search.texts import Continuation
 from tests.calls import recorded
 from weights import memory
+from weights.importance import PROMPTS
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -54,22 +47,6 @@ def few(tokenizer: Tokenizer) -> list[Continuation]:
     return own_texts(accelerate(load_model(FOLDER)), tokenizer, GREEDY, prompts=PROMPTS[:2])
 
 
-def test_importance_is_the_mean_square_of_a_layers_inputs(
-    model: Decoder, few: list[Continuation]
-) -> None:
-    assert all(len(text.written) + text.unused == TOKENS for text in few)
-    ids = [text.prompt + text.written for text in few]
-    *_, found = input_squares(model, ids)
-    assert set(found) == set(linear_layers(model))
-    inputs = []
-    model.layers[1].mlp.down_proj.register_forward_pre_hook(
-        lambda _, x: inputs.append(x[0][0].float())
-    )
-    for text in ids:
-        model.hidden(torch.tensor([text]))
-    torch.testing.assert_close(found["1.mlp.down_proj"], torch.cat(inputs).square().mean(0))
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
@@ -78,76 +55,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plan_of(model: Decoder, bits: int = 4) -> LayerPlan:
     return LayerPlan.full(model.num_layers).in_bits(bits)
-
-
-def copies_of(model: Decoder) -> dict[tuple[str, int], torch.Tensor]:
-    names = {layer: name for name, layer in linear_layers(model).items()}
-    return {(names[layer], bits): copy for (layer, bits), copy in model.low_bits.items()}
-
-
-def same_copies(one: Decoder, other: Decoder) -> bool:
-    ours, theirs = copies_of(one), copies_of(other)
-    return ours.keys() == theirs.keys() and all(
-        map(torch.equal, ours.values(), map(theirs.get, ours))
-    )
-
-
-def prepared(tokenizer: Tokenizer, bits: int = 4) -> tuple[Decoder, int]:
-    """A newly loaded model with its copies, and the number of steps that took."""
-    model = accelerate(load_model(FOLDER))
-    kept = kept_of(model, FOLDER)
-    steps = sum(1 for _ in low_bit_steps(model, plan_of(model, bits), kept, tokenizer))
-    assert not model.missing_copies(plan_of(model, bits))
-    return model, steps
-
-
-def test_kept_copies_are_those_that_were_made_and_give_the_same_logits(
-    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, steps = prepared(tokenizer)
-    assert steps == len(PROMPTS) * (made.num_layers + 1) + len(copies_of(made))
-    assert "kept for later runs" in capsys.readouterr().err
-    read, steps = prepared(tokenizer)
-    assert steps == 0 and not capsys.readouterr().err
-    assert not read.importance and same_copies(made, read)
-    ids = torch.arange(5)[None]
-    logits = [each(ids, each.new_cache(5), 0, plan_of(each)) for each in (made, read)]
-    assert torch.equal(*logits)
-
-
-def test_only_missing_copies_are_made(tokenizer: Tokenizer) -> None:
-    made, _ = prepared(tokenizer)
-    kept = kept_of(made, FOLDER).folder / "1.mlp.up_proj.4"
-    kept.write_bytes(kept.read_bytes()[:-10])
-    again, steps = prepared(tokenizer)
-    assert steps == 1, "the importance is kept too"
-    assert same_copies(made, again) and prepared(tokenizer)[1] == 0
-
-
-def test_eight_bits_need_no_calibration(tokenizer: Tokenizer) -> None:
-    made, steps = prepared(tokenizer, 8)
-    assert steps == len(copies_of(made))
-    assert not (kept_of(made, FOLDER).folder / "importance").exists()
-
-
-def test_a_text_may_be_written_between_two_steps(tokenizer: Tokenizer, model: Decoder) -> None:
-    ids = torch.arange(6)[None]
-    plan = plan_of(model)
-    expected = model(ids, model.new_cache(6), 0)
-    for _ in low_bit_steps(model, plan, kept_of(model, FOLDER), tokenizer):
-        assert torch.equal(model(ids, model.new_cache(6), 0), expected)
-        model.prefill(ids, model.new_cache(6))
-    assert same_copies(prepared(tokenizer)[0], model)
-
-
-def test_where_nothing_can_be_kept_every_start_makes_the_same_copies(
-    tokenizer: Tokenizer, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache.write_text("a file in place of the folder")
-    first, steps = prepared(tokenizer)
-    again, more = prepared(tokenizer)
-    assert steps == more > 0 and same_copies(first, again)
-    assert capsys.readouterr().err.count("not kept") == 2, "one line per start"
 
 
 def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(

@@ -4,11 +4,11 @@ use least.
 
 import torch
 
-from app.calibration import input_squares, linear_layers
 from benchmark.off_grid import add_noise, four_bit_grid, round_to_nearest, share_kept
 from model import Decoder
 from search.texts import Continuation
 from tests.laws import tiny_model
+from weights.importance import input_squares, linear_layers
 
 TEXTS = [Continuation((0, 1, 2), (2, 1, 0, 1)), Continuation((1,), (2, 2, 0))]
 
@@ -35,7 +35,7 @@ def test_the_noise_is_orthogonal_to_the_directions_that_inputs_use_most() -> Non
     """Products with the inputs' strongest direction do not change."""
     model, clean = noised(0), tiny_model("llama")
     ids = [text.prompt + text.written for text in TEXTS]
-    *_, covariances = input_squares(clean, ids, lambda x: x.T @ x)
+    covariances = input_squares(clean, ids, lambda x: x.T @ x)
     for name, covariance in covariances.items():
         if name != "head":
             strongest = torch.linalg.eigh(covariance)[1][:, -1].to(clean.dtype)
