@@ -80,6 +80,16 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     return tokenizer.encode_chat([first, *messages[1:]])
 
 
+def read_grammar(kind: str, options: Options) -> str:
+    """Return the source of a grammar: that of ``--regex`` is given itself, a schema or a Lark
+    grammar may be a file's. A Lark grammar defines ``start:``, which no file's name does.
+    """
+    if kind == "json_schema":
+        return read_schema(options)
+    source = str(getattr(options, kind))
+    return read_text(source) if kind == "grammar" and "start:" not in source else source
+
+
 def read_schema(options: Options) -> str:
     """Return the JSON schema of the options as JSON: itself, a dictionary's, or a file's."""
     schema = options.json_schema

@@ -20,10 +20,9 @@ from app.characters import Labels, TextStream
 from app.command_line import say
 from app.device import pick_device
 from app.drafts import draft_of, optional_plans, plan_for
-from app.files import read_text
 from app.options import GRAMMARS, OF_THE_MODEL, Options
 from app.plan_file import LONGEST_DRAFT
-from app.prompt import Messages, checked_prompt, encode_chat, encode_prompt, read_schema
+from app.prompt import Messages, checked_prompt, encode_chat, encode_prompt, read_grammar
 from decoding.model_port import Model
 from decoding.rounds import Round, Statistics, common_prefix
 from decoding.speculate import Observer, speculate
@@ -138,6 +137,7 @@ class Session:
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
         self.has_clock = True  # whether the costs of drafts may be measured
+        self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None
         self.streaming: Generator[str, None, None] = (piece for piece in ())
@@ -261,9 +261,8 @@ class Session:
         if kind:
             from decoding.grammar import Grammar
 
-            source = {"json_schema": read_schema, "regex": lambda options: options.regex}
-            read = source.get(kind, lambda options: read_text(options.grammar))
-            grammar = Grammar(GRAMMARS[kind], read(options), self.vocabulary)
+            source = read_grammar(kind, options)
+            grammar = Grammar(GRAMMARS[kind], source, self.vocabulary, self.mask_seconds)
             constraints.append(grammar(len(ids)))
         budget = min(options.max_new_tokens, self.context - len(ids))
         eos_ids = self.tokenizer.eos_ids
