@@ -208,7 +208,7 @@ def begin(session: Session, body: CompletionBody | ChatBody) -> Sample:
     if isinstance(body, CompletionBody):
         plain = replace(options, chat=False, system=None)
         return session.begin(session.encode(body.prompt, plain), options)
-    messages = [message.model_dump(exclude={"name"}) for message in body.messages]
+    messages = [{"role": each.role, "content": each.content} for each in body.messages]
     sample = session.begin(session.encode_messages(messages, options), options)
     sample.continues = True
     return sample
@@ -299,8 +299,11 @@ class Worker:
     def write(self, job: Job) -> None:
         """Write the text of a job, in a greenlet. An error ends it alone."""
         prompt = job.sample.source.tokens
-        # a conversation goes on where its cache is
-        slot = max(self.free, key=lambda slot: common_prefix(slot.tokens, prompt))
+        # A conversation goes on where its cache is; what begins alike does not cost another's:
+        # entries that are kept, less those that are lost.
+        slot = max(
+            self.free, key=lambda slot: 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)
+        )
         self.free.remove(slot)
         try:
             for message in completion(self, job, slot):
