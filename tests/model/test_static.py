@@ -3,7 +3,7 @@ what the readable functions do, and any failure costs speed alone.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 from unittest.mock import Mock
@@ -43,11 +43,9 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 
 
-@pytest.fixture
-def nothing_compiled() -> Iterator[None]:
-    """Before the test and after it."""
-    torch._dynamo.reset()
-    yield
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Before each test."""
     torch._dynamo.reset()
 
 
@@ -81,7 +79,6 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.usefixtures("nothing_compiled")
 @torch.inference_mode()
 def test_one_compiled_block_serves_all_layers(family: str) -> None:
     """In one graph without a break, with the readable block's logits."""
@@ -139,17 +136,6 @@ def test_a_step_made_while_a_text_is_written_leaves_its_entries(
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
 
 
-class Halved(nn.Module):
-    """A product with weights of its own, as a kernel's are."""
-
-    def __init__(self, product: nn.Linear) -> None:
-        super().__init__()
-        self.register_buffer("halved", product.weight / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.halved.T
-
-
 @torch.inference_mode()
 def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel() -> None:
     """A layer in bits with a kernel may stand beside one in bits without."""
@@ -159,7 +145,8 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
     assert_same(model(TOKENS[:, :3], cache, 0, plan), model(TOKENS[:, :3], cache, 0))
     assert model.abilities.low_bits == ()
     model = static()
-    model.model.twins = Twins(model.model, lambda each, bits: each if bits == 8 else Halved(each))
+    kernel = lambda product, bits: product if bits == 8 else nn.Sequential(product, nn.Tanh())  # noqa: E731
+    model.model.twins = Twins(model.model, kernel)
     plan = LayerPlan((4, 8, 4), (8, 4, 4))
     found = model(TOKENS[:, :3], model.new_cache(20), 0, plan)
     assert model.trouble is None
@@ -184,13 +171,13 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     model = static()
     cache = model.new_cache(20)
     failing = Mock(side_effect=broken)
-    found = []
-    if isinstance(broken, torch.OutOfMemoryError):  # of a driver or an allocator
-        found = [model(TOKENS[:, :4], cache, 0)]
+    start = 4 * isinstance(broken, torch.OutOfMemoryError)  # of a driver or an allocator
+    if start:
+        model(TOKENS[:, :start], cache, 0)
         model.step_of(cache).run = failing
     model.run = failing
-    found += [model(TOKENS[:, at : at + 1], cache, at) for at in range(cache.length, 9)]
-    assert_same(torch.cat(found, 1), model.model(TOKENS[:, :9]))
+    found = model(TOKENS[:, start:9], cache, start)
+    assert_same(found, model.model(TOKENS[:, :9])[:, start:])
     assert failing.called and cache.lengths == [9] * 3
     assert model.trouble.startswith("steps run without CUDA graphs: " + said)
     assert model.abilities.why_rows_vary == Steps.abilities.why_rows_vary
@@ -213,7 +200,6 @@ def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
 # Functions of rows
 
 
-@pytest.mark.usefixtures("nothing_compiled")
 def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
     """Each capacity, plan and number of rows is one: the ninth would end the fast steps."""
     multiply = compile_function(lambda x, number: x * number, backend="eager")
@@ -232,7 +218,6 @@ def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
     ],
     ids=["greedy", "temperature", "filters", "race", "ratio"],
 )
-@pytest.mark.usefixtures("nothing_compiled")
 @torch.inference_mode()
 def test_sampling_compiles_into_one_graph(
     function: Callable[..., Tensor], more: tuple[Tensor | None, ...]
