@@ -28,7 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from decoding.randomness import inverse_cdf, race_at
 from decoding.sampling import probabilities
 from model import Decoder, LayerPlan, build, parse_config
-from model.fast import gpu, gpu_bits, static_capacity
+from model.cache import static_capacity
+from model.fast import gpu, gpu_bits
 from model.quantise import GROUP, Quantised, Twins
 
 SHAPES = Path(__file__).parents[2] / "benchmark" / "shapes.json"

@@ -18,7 +18,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from decoding.randomness import inverse_cdf, race_at
 from decoding.sampling import probabilities
 from model import LayerPlan, Steps, Twins
-from model.fast import gpu, graphs, static_capacity
+from model.cache import static_capacity
+from model.fast import gpu, graphs
 from model.fast.gpu import ROWS, StaticDecoder
 from model.fast.graphs import Launcher, compile_function
 from tests.configs import FAMILIES
