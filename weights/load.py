@@ -20,7 +20,7 @@ from torch import Tensor
 from app.command_line import say
 from app.files import explaining, read_json
 from model import Cut, Decoder, InputError, ModelConfig, Shard, build, parse_config
-from model.fast import multiplies_bf16
+from model.device import multiplies_bf16
 
 WEIGHTS = Path(__file__).parent
 # by name on a command line, and in a safetensors header
@@ -106,22 +106,24 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 
 
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
-    """Dtype of a name in DTYPES. "auto" is that of the checkpoint's embedding. Where the device
-    only emulates bfloat16 it is float16 instead, or float32 for Gemma, whose activations exceed
-    float16's range.
+    """Return the dtype of a name in DTYPES; "auto" is that of the checkpoint's embedding.
 
-    A line says so, also where bfloat16 was asked for there.
+    Where the device is slow in that dtype, "auto" is another: float32 in place of float16 on a CPU,
+    and float16 in place of bfloat16 on an old GPU, or float32 for Gemma, whose activations exceed
+    float16's range. A line says so, also where the slow dtype was asked for.
     """
     dtype = DTYPES.get(name) or stored_tensors(folder)[EMBEDDING].dtype
-    if dtype != torch.bfloat16 or multiplies_bf16(device):
+    if dtype == torch.float16 and device.type == "cpu":
+        slow, faster = "a CPU", "float32"
+    elif dtype == torch.bfloat16 and not multiplies_bf16(device):
+        slow = torch.cuda.get_device_name(device)
+        faster = "float32" if read_config(folder).block == "gemma2" else "float16"
+    else:
         return dtype
-    slow = f"{torch.cuda.get_device_name(device)} only emulates bfloat16"
-    if name in DTYPES:
-        say(f"{slow}: --dtype float16 is faster")
-        return dtype
-    exceeds_float16 = read_config(folder).block == "gemma2"
-    say(f"{slow}: the model runs in {'float32' if exceeds_float16 else 'float16'}")
-    return torch.float32 if exceeds_float16 else torch.float16
+    asked = name in DTYPES
+    remedy = f"--dtype {faster} is faster" if asked else f"the model runs in {faster}"
+    say(f"{slow} is slow in {str(dtype).removeprefix('torch.')}: {remedy}")
+    return dtype if asked else DTYPES[faster]
 
 
 def load_model(

@@ -13,7 +13,7 @@ import torch
 from rich.filesize import decimal
 
 from model import FULL, PREFILL_CHUNK, Decoder, InputError, LayerPlan, ModelConfig, build
-from model.fast import static_capacity
+from model.cache import static_capacity
 from model.layers import wide_dtype
 
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
