@@ -371,7 +371,7 @@ static void round_inputs(long kind, const float *x, long columns, char *out) {
 
 /* Add the products of 32 columns of four rows of weights with rows of inputs to ``parts`` registers
  * of each sum, from ``part`` on. */
-INLINE void add_columns(long kind, int inputs, int parts, int part, const char *const rows[BLOCK],
+INLINE void add_columns(long kind, int inputs, int parts, int part, const char *weights, long stride,
                         const char *x, long x_stride, Floats sums[BLOCK][4][2]) {
     int pairs = kind == BF16 && HAS_PAIRS, halves = pairs ? 1 : 2;
 #pragma GCC unroll 2
@@ -381,46 +381,43 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
 #pragma GCC unroll 4
             for (int row = 0; row < BLOCK; row++) {
                 long lanes = 4 * WIDTH * (part + p), place = lanes + 4 * LANES * half;
-                Uints two = (Uints)AT(const IntsAt, rows[row] + lanes);
-                Floats weights = (Floats)(half ? two & 0xFFFF0000 : two << 16);
+                Uints two = (Uints)AT(const IntsAt, weights + row * stride + lanes);
+                Floats numbers = (Floats)(half ? two & 0xFFFF0000 : two << 16);
                 if (kind == F32)
-                    weights = AT(const FloatsAt, rows[row] + place);
+                    numbers = AT(const FloatsAt, weights + row * stride + place);
 #pragma GCC unroll 4
                 for (int n = 0; n < inputs; n++) {
                     const char *of_x = x + n * x_stride + place;
                     Floats *sum = &sums[row][n][p];
                     *sum = pairs ? add_pairs(*sum, (Ints)two, AT(const IntsAt, of_x))
-                                 : fused(weights, AT(const FloatsAt, of_x), *sum);
+                                 : fused(numbers, AT(const FloatsAt, of_x), *sum);
                 }
             }
 }
 
 /* Products of four rows of weights, of which ``count`` are stored, with rows of inputs. The next
  * blocks, of ``ahead`` bytes, are prefetched line by line: so memory sees one stream. */
-INLINE void tile(long kind, int inputs, const char *const rows[BLOCK], const char *x, long x_stride,
-                 long columns, long ahead, float *out, long out_stride, long count) {
+INLINE void tile(long kind, int inputs, const char *weights, long stride, const char *x,
+                 long x_stride, long columns, long ahead, float *out, long out_stride, long count) {
     float lanes[4][BLOCK][LANES] __attribute__((aligned(64)));
     int parts = inputs == 1 && PARTS > 1 ? 2 : 1; /* at a time: enough to occupy the multipliers */
     long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP), end = columns / GROUP;
 #pragma GCC unroll 4
     for (int part = 0; part < PARTS; part += parts) {
         Floats sums[BLOCK][4][2] = {0};
-        for (long group = 0; group < end; group++) {
-            const char *now[BLOCK] = {rows[0] + group * bytes, rows[1] + group * bytes,
-                                      rows[2] + group * bytes, rows[3] + group * bytes};
-            const char *next = rows[0] + ahead + group * BLOCK * bytes;
-            for (long line = 0; part == 0 && ahead && line < BLOCK * bytes; line += 64) {
-                __builtin_prefetch(next + line, 0, 2);
-                __builtin_prefetch(next + ahead + line, 0, 2);
+        const char *w = weights, *of_x = x, *next = weights + ahead;
+        for (long group = 0; group < end; group++, w += bytes, of_x += x_bytes) {
+            for (long line = 0; part == 0 && ahead && line < BLOCK * bytes; line += 64, next += 64) {
+                __builtin_prefetch(next, 0, 3);
+                __builtin_prefetch(next + ahead, 0, 3);
             }
-            add_columns(kind, inputs, parts, part, now, x + group * x_bytes, x_stride, sums);
+            add_columns(kind, inputs, parts, part, w, stride, of_x, x_stride, sums);
         }
         if (columns % GROUP) {
             char last[BLOCK][4 * GROUP] = {0};
             for (int row = 0; row < BLOCK; row++)
-                memcpy(last[row], rows[row] + end * bytes, columns % GROUP * bytes_of(kind));
-            const char *now[BLOCK] = {last[0], last[1], last[2], last[3]};
-            add_columns(kind, inputs, parts, part, now, x + end * x_bytes, x_stride, sums);
+                memcpy(last[row], w + row * stride, columns % GROUP * bytes_of(kind));
+            add_columns(kind, inputs, parts, part, last[0], sizeof *last, of_x, x_stride, sums);
         }
 #pragma GCC unroll 4
         for (int row = 0; row < BLOCK; row++)
@@ -494,38 +491,42 @@ INLINE void code_tile(long kind, int inputs, const char *weights, const Rounded 
     }
 }
 
-/* Products of a block of ``count`` rows of weights with rows of inputs. Those of a row of inputs lie
- * side by side, ``out_stride`` numbers after those of the row before. */
-INLINE void multiply_block(long kind, const char *weights, long count, const char *x, long rows,
-                           long columns, float *out, long out_stride) {
-    long stride = row_bytes(kind, columns), x_stride = input_bytes(kind, columns);
-    const char *four[BLOCK]; /* a missing row is the last one once more */
-    for (int row = 0; row < BLOCK; row++)
-        four[row] = weights + stride * least(row, count - 1);
-    for (long first = 0, inputs; first < rows; first += inputs) {
-        inputs = rows - first == TILE + 1 ? (TILE + 1) / 2 : least(TILE, rows - first);
-        const char *from = x + first * x_stride;
-        float *to = out + first * out_stride;
+/* Products of a block of ``count`` rows of weights, ``stride`` bytes apart, with rows of inputs. Those
+ * of a row of inputs lie side by side, ``out_stride`` numbers after those of the row before. */
+INLINE void multiply_block(long kind, const char *weights, long stride, long count, const char *x,
+                           long rows, long columns, float *out, long out_stride) {
+    long x_stride = input_bytes(kind, columns), ahead = BLOCK * stride; /* to prefetch; once */
+    for (long inputs; rows > 0; rows -= inputs) {
+        inputs = rows == TILE + 1 ? (TILE + 1) / 2 : least(TILE, rows);
 #pragma GCC unroll 4
         for (int n = 1; n <= TILE; n++)
             if (n == inputs && kind < BF16)
-                code_tile(kind, n, weights, (const Rounded *)from, groups_of(columns), to,
-                          out_stride, count);
+                code_tile(kind, n, weights, (const Rounded *)x, groups_of(columns), out, out_stride,
+                          count);
             else if (n == inputs)
-                tile(kind, n, four, from, x_stride, columns, first ? 0 : BLOCK * stride, to,
-                     out_stride, count);
+                tile(kind, n, weights, stride, x, x_stride, columns, ahead, out, out_stride, count);
+        x += inputs * x_stride;
+        out += inputs * out_stride;
     }
 }
 
 static void multiply(long kind, const char *weights, long count, const char *x, long rows,
                      long columns, float *out, long out_stride) {
-#define MULTIPLY(each)                                                                             \
-    if (kind == each)                                                                              \
-        multiply_block(each, weights, count, x, rows, columns, out, out_stride);
-    MULTIPLY(FOUR)
-    MULTIPLY(EIGHT)
-    MULTIPLY(BF16)
-    MULTIPLY(F32)
+    long stride = row_bytes(kind, columns), step = count;
+    if (kind >= BF16 && count < BLOCK) /* each row as all four of a block */
+        step = 1;
+    for (long row = 0; row < count; row += step) {
+        const char *w = weights + row * stride;
+        long next = step == BLOCK ? stride : 0;
+        if (kind == FOUR)
+            multiply_block(FOUR, w, next, step, x, rows, columns, out + row, out_stride);
+        else if (kind == EIGHT)
+            multiply_block(EIGHT, w, next, step, x, rows, columns, out + row, out_stride);
+        else if (kind == BF16)
+            multiply_block(BF16, w, next, step, x, rows, columns, out + row, out_stride);
+        else
+            multiply_block(F32, w, next, step, x, rows, columns, out + row, out_stride);
+    }
 }
 
 /* Step: the arguments of its tasks, and its memory, which is kept for the next step. */
