@@ -32,9 +32,10 @@ from model.places import cache_folder
 from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import GROUP, shares_of
 
-SOURCES = [Path(__file__).with_name(name) for name in ("step.c", "round.c")]
-FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"]
-FLAGS += ["-shared", "-fPIC", "-pthread"]
+STEP = Path(__file__).with_name("step.c")
+SOURCES = [STEP, *(STEP.with_name(name) for name in ("threads.h", "products.h", "round.c"))]
+FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fno-strict-aliasing", "-shared", "-fPIC", "-pthread"]
 KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
 LANES = 16  # rows of weights in a block of few bits
 MOST_ROWS = 64  # of a step
@@ -105,7 +106,7 @@ def library() -> ctypes.CDLL:
     print("compiling the decoding step for this machine, once", file=sys.stderr)
     with TemporaryDirectory() as folder:
         made = Path(folder) / kept.name
-        command = [*compiler(), *flags, str(SOURCES[0]), "-o", str(made)]
+        command = [*compiler(), *flags, str(STEP), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             error = next((line for line in done.stderr.splitlines() if "error" in line), "")

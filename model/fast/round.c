@@ -1,4 +1,3 @@
-
 /* Rounding of weights to few bits: the codes, scales and zeros of model.quantise.quantise, bit for
  * bit, laid out as code_tile reads them. 16 rows are rounded at a time, one per lane. */
 
