@@ -32,8 +32,8 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
     """Model of the same weights whose steps are fast on its device.
 
     Without ``compiled``, and where there are no faster steps, the model itself is returned,
-    unchanged; a line on stderr says so if only a C compiler is missing. Elsewhere the model is changed too
-    (its ``attend`` and ``twins``): it reads prompts and rounds weights by faster functions.
+    unchanged; a line on stderr says so where only a C compiler is missing. Elsewhere the model is
+    changed too (its ``attend`` and ``twins``): it reads prompts by faster functions.
     """
     if not compiled:
         return model
@@ -81,4 +81,3 @@ def static_capacity(positions: int) -> int:
     again. The room for padded rows is larger than any step needs.
     """
     return max(1024, 1 << (positions - 1).bit_length()) + 512
-
