@@ -108,11 +108,13 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     """Dtype of a name in DTYPES. "auto" is that of the checkpoint's embedding. Where the device
     only emulates bfloat16 it is float16 instead, or float32 for Gemma, whose activations exceed
-    float16's range.
+    float16's range. A CPU has float32 in place of float16, which it would widen at each step.
 
     A line says so, also where bfloat16 was asked for there.
     """
     dtype = DTYPES.get(name) or stored_tensors(folder)[EMBEDDING].dtype
+    if dtype == torch.float16 and device.type == "cpu":
+        return torch.float32
     if dtype != torch.bfloat16 or multiplies_bf16(device):
         return dtype
     slow = f"{torch.cuda.get_device_name(device)} only emulates bfloat16"

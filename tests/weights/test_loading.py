@@ -481,7 +481,9 @@ def test_a_gpu_that_emulates_bfloat16_gets_another_dtype_and_its_four_bit_kernel
     assert said == (expected.replace("torch.", "") if is_old else "")
     assert pick_dtype("bfloat16", folder, device) == torch.bfloat16, "done as asked"
     assert bool(capsys.readouterr().err) is is_old
-    assert pick_dtype("auto", folder, torch.device("cpu")) == torch.bfloat16
+    cpu = torch.device("cpu")
+    assert pick_dtype("auto", folder, cpu) == torch.bfloat16
+    assert pick_dtype("float16", folder, cpu) == torch.float32
 
 
 def test_numbers_that_exceed_float16_are_refused_by_name(tmp_path: Path) -> None:
