@@ -288,29 +288,36 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
             }
 }
 
-/* Products of four rows of weights, of which ``count`` are stored, with rows of inputs. The next
- * blocks, of ``ahead`` bytes, are prefetched line by line: so memory sees one stream. */
-INLINE void tile(long kind, int inputs, const char *weights, long stride, const char *x,
-                 long x_stride, long columns, long ahead, float *out, long out_stride, long count) {
+typedef struct { /* product of ``count`` rows of weights of a block with rows of inputs */
+    const char *weights, *x;
+    long stride, x_stride; /* bytes from one row to the next */
+    long columns, count;
+    float *out; /* products of a row of inputs lie side by side, */
+    long out_stride; /* and so many numbers after those of the row before */
+} Product;
+
+/* Products of four rows of weights with rows of inputs. The next two blocks are prefetched, line by
+ * line: so memory sees one stream. */
+INLINE void tile(long kind, int inputs, Product p) {
     float lanes[4][BLOCK][LANES] __attribute__((aligned(64)));
     int parts = inputs == 1 && PARTS > 1 ? 2 : 1; /* at a time: enough to occupy the multipliers */
-    long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP), end = columns / GROUP;
+    long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP), ahead = BLOCK * p.stride;
 #pragma GCC unroll 4
     for (int part = 0; part < PARTS; part += parts) {
         Floats sums[BLOCK][4][2] = {0};
-        const char *w = weights, *of_x = x, *next = weights + ahead;
-        for (long group = 0; group < end; group++, w += bytes, of_x += x_bytes) {
-            for (long line = 0; part == 0 && ahead && line < BLOCK * bytes; line += 64, next += 64) {
-                __builtin_prefetch(next, 0, 3);
-                __builtin_prefetch(next + ahead, 0, 3);
+        const char *w = p.weights, *x = p.x, *next = w + ahead;
+        for (long group = p.columns / GROUP; group > 0; group--, w += bytes, x += x_bytes) {
+            for (long line = 0; part == 0 && line < BLOCK * bytes; line += 64, next += 64) {
+                __builtin_prefetch(next);
+                __builtin_prefetch(next + ahead);
             }
-            add_columns(kind, inputs, parts, part, w, stride, of_x, x_stride, sums);
+            add_columns(kind, inputs, parts, part, w, p.stride, x, p.x_stride, sums);
         }
-        if (columns % GROUP) {
+        if (p.columns % GROUP) {
             char last[BLOCK][4 * GROUP] = {0};
             for (int row = 0; row < BLOCK; row++)
-                memcpy(last[row], w + row * stride, columns % GROUP * bytes_of(kind));
-            add_columns(kind, inputs, parts, part, last[0], sizeof *last, of_x, x_stride, sums);
+                memcpy(last[row], w + row * p.stride, p.columns % GROUP * bytes_of(kind));
+            add_columns(kind, inputs, parts, part, last[0], sizeof *last, x, p.x_stride, sums);
         }
 #pragma GCC unroll 4
         for (int row = 0; row < BLOCK; row++)
@@ -322,10 +329,10 @@ INLINE void tile(long kind, int inputs, const char *weights, long stride, const 
     }
     for (int n = 0; n < inputs; n++) {
         Four found = add_lanes(lanes[n]);
-        if (count == BLOCK)
-            AT(FourAt, out + n * out_stride) = found;
+        if (p.count == BLOCK)
+            AT(FourAt, p.out + n * p.out_stride) = found;
         else
-            memcpy(out + n * out_stride, &found, 4 * count);
+            memcpy(p.out + n * p.out_stride, &found, 4 * p.count);
     }
 }
 
@@ -342,17 +349,17 @@ INLINE void tile(long kind, int inputs, const char *weights, long stride, const 
  *
  * A weight is code * scale + zero. In eight bits zero is -128 scales, and the halves of a byte are
  * multiplied by the same input. */
-INLINE void code_tile(long kind, int inputs, const char *weights, const Rounded *x, long groups,
-                      float *out, long out_stride, long count) {
-    int vectors = kind == FOUR ? 4 : 8;
+INLINE void code_tile(long kind, int inputs, Product p) {
+    long vectors = kind == FOUR ? 4 : 8, groups = groups_of(p.columns);
+    const Rounded *x = (const Rounded *)p.x;
 #pragma GCC unroll 4
     for (int part = 0; part < PARTS; part++) {
-        const char *at = weights + 4 * WIDTH * part;
+        const char *at = p.weights + 4 * WIDTH * part;
         Floats sums[4] = {0};
         for (long group = 0; group < groups; group++) {
             Ints low[4] = {0}, high[4] = {0};
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) {
+            for (long v = 0; v < vectors; v++) {
                 Ints codes = AT(const IntsAt, at + 64 * v);
 #pragma GCC unroll 4
                 for (int n = 0; n < inputs; n++) {
@@ -378,49 +385,38 @@ INLINE void code_tile(long kind, int inputs, const char *weights, const Rounded 
                 sums[n] = fused(__builtin_convertvector(total, Floats), scale * of_x->scale, sums[n]);
             }
         }
-        long left = least(WIDTH, count - WIDTH * part);
+        long left = least(WIDTH, p.count - WIDTH * part);
 #pragma GCC unroll 4
         for (int n = 0; n < inputs; n++) {
             Floats found = kind == FOUR ? sums[n] : sums[n] * AT(const FloatsAt, at);
-            store(out + n * out_stride + WIDTH * part, found, left);
+            store(p.out + n * p.out_stride + WIDTH * part, found, left);
         }
     }
 }
 
-/* Products of a block of ``count`` rows of weights, ``stride`` bytes apart, with rows of inputs. Those
- * of a row of inputs lie side by side, ``out_stride`` numbers after those of the row before. */
-INLINE void multiply_block(long kind, const char *weights, long stride, long count, const char *x,
-                           long rows, long columns, float *out, long out_stride) {
-    long x_stride = input_bytes(kind, columns), ahead = BLOCK * stride; /* to prefetch; once */
-    for (long inputs; rows > 0; rows -= inputs) {
-        inputs = rows == TILE + 1 ? (TILE + 1) / 2 : least(TILE, rows);
-#pragma GCC unroll 4
-        for (int n = 1; n <= TILE; n++)
-            if (n == inputs && kind < BF16)
-                code_tile(kind, n, weights, (const Rounded *)x, groups_of(columns), out, out_stride,
-                          count);
-            else if (n == inputs)
-                tile(kind, n, weights, stride, x, x_stride, columns, ahead, out, out_stride, count);
-        x += inputs * x_stride;
-        out += inputs * out_stride;
-    }
-}
+#define TILE_OF(kind, n)                                                                           \
+    static void kind##_##n(Product p) { kind < BF16 ? code_tile(kind, n, p) : tile(kind, n, p); }
+#define TILES_OF(kind) TILE_OF(kind, 1) TILE_OF(kind, 2) TILE_OF(kind, 3) TILE_OF(kind, 4)
+#define NAMES_OF(kind) {kind##_1, kind##_2, kind##_3, kind##_4}
+TILES_OF(FOUR)
+TILES_OF(EIGHT)
+TILES_OF(BF16)
+TILES_OF(F32)
+static void (*const tiles[][4])(Product) = {NAMES_OF(FOUR), NAMES_OF(EIGHT), NAMES_OF(BF16), NAMES_OF(F32)};
 
+/* Products of a block of ``count`` rows of weights with all rows of inputs, tile by tile. */
 static void multiply(long kind, const char *weights, long count, const char *x, long rows,
                      long columns, float *out, long out_stride) {
-    long stride = row_bytes(kind, columns), step = count;
-    if (kind >= BF16 && count < BLOCK) /* each row as all four of a block */
-        step = 1;
-    for (long row = 0; row < count; row += step) {
-        const char *w = weights + row * stride;
-        long next = step == BLOCK ? stride : 0;
-        if (kind == FOUR)
-            multiply_block(FOUR, w, next, step, x, rows, columns, out + row, out_stride);
-        else if (kind == EIGHT)
-            multiply_block(EIGHT, w, next, step, x, rows, columns, out + row, out_stride);
-        else if (kind == BF16)
-            multiply_block(BF16, w, next, step, x, rows, columns, out + row, out_stride);
-        else
-            multiply_block(F32, w, next, step, x, rows, columns, out + row, out_stride);
+    long stride = row_bytes(kind, columns), x_stride = input_bytes(kind, columns);
+    int is_part = kind >= BF16 && count < BLOCK; /* each row is then all four of a block */
+    for (long row = 0, step = is_part ? 1 : count; row < count; row += step) {
+        Product p = {weights + row * stride, x, is_part ? 0 : stride, x_stride,
+                     columns, step, out + row, out_stride};
+        for (long left = rows, inputs; left > 0; left -= inputs) {
+            inputs = left == TILE + 1 ? (TILE + 1) / 2 : least(TILE, left);
+            tiles[__builtin_ctzl(kind) - 2][inputs - 1](p);
+            p.x += inputs * x_stride;
+            p.out += inputs * out_stride;
+        }
     }
 }
