@@ -6,7 +6,7 @@ Knows nothing of how a text is written.
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
@@ -58,12 +58,21 @@ class Output:
     @contextmanager
     def showing(self, sample: Sample, pause: float = PAUSE) -> Iterator[Show]:
         """Context with a function that shows a round of a sample, after a line that separates it
-        from the one before. Statistics follow it, unless an error came before its first round.
+        from the one before. Nothing is printed before the first round. Statistics follow the last,
+        unless an error came before the first.
         """
-        if self.shown:
-            print("-" * 20, file=self.file)
+        views: list[Show] = []
+        stack = ExitStack()
+
+        def show(round: Round) -> None:
+            if not views:
+                if self.shown:
+                    print("-" * 20, file=self.file)
+                views.append(stack.enter_context(self.view(sample.source, pause)))
+            views[0](round)
+
         try:
-            with self.view(sample.source, pause) as show:
+            with stack:
                 yield show
         except BaseException as error:
             if sample.rounds or isinstance(error, KeyboardInterrupt):
