@@ -27,7 +27,8 @@ INLINE Floats codes_of(Floats weights, Floats inverse, Floats zero) {
 INLINE Floats inverse_of(Floats scale) { return pick(scale > 0.0f, 1.0f / scale, all(0.0f)); }
 
 /* Scale and zero of a group with the least weighted error of the candidates: round_groups. */
-INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *scale, Floats *zero) {
+INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *scale,
+                      Floats *zero) {
     Floats low = weights[0], high = weights[0], mean = all(0.0f), best = mean;
     *scale = *zero = mean;
     for (int i = 0; i < GROUP; i++) {
@@ -66,7 +67,8 @@ INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *
 /* 32 weights of 16 rows, from a column on; rows and columns beyond the last repeat it. */
 INLINE void read_group(const Matrix *m, long row, long column, float weights[GROUP][LANES]) {
     for (int lane = 0; lane < LANES; lane++) {
-        const char *of = m->weights + least(row + lane, m->rows - 1) * row_bytes(m->kind, m->columns);
+        long stride = row_bytes(m->kind, m->columns);
+        const char *of = m->weights + least(row + lane, m->rows - 1) * stride;
         for (int i = 0; i < GROUP; i++) {
             long place = least(column + i, m->columns - 1);
             weights[i][lane] = m->kind == F32 ? AT(const float, of + 4 * place)
@@ -91,8 +93,10 @@ static void round_to_four(void *argument, long block) {
             for (int i = 0; i < GROUP; i++)
                 weights[i] = AT(FloatsAt, numbers[i] + WIDTH * part);
             best_grid(weights, r->shares + group * GROUP, &scale, &zero);
-            for (int i = 0; i < GROUP; i++)
-                codes[i] = __builtin_convertvector(codes_of(weights[i], inverse_of(scale), zero), Ints);
+            for (int i = 0; i < GROUP; i++) {
+                Floats code = codes_of(weights[i], inverse_of(scale), zero);
+                codes[i] = __builtin_convertvector(code, Ints);
+            }
             for (int v = 0; v < 4; v++)
                 AT(IntsAt, out + 64 * v + 4 * WIDTH * part) =
                     bytes_of_codes(codes + 4 * v) | bytes_of_codes(codes + 16 + 4 * v) << 4;
