@@ -340,7 +340,7 @@ static void gated_mlp(Step *s, const float *x, float *out) {
     long size = s->layer->down.columns;
     s->gate_up = room(GATE_UP, 4 * s->rows * 2 * size);
     project(s, s->layer->gate_up, 2, x, s->model->hidden, s->gate_up);
-    run(activate, s, s->rows, SHARE / 8 / size + 1);
+    run(activate, s, s->rows, SHARE / 8 / size + 1); /* exponentials take longer */
     project(s, &s->layer->down, 1, s->gate_up, 2 * size, out);
 }
 

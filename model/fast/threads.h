@@ -14,7 +14,7 @@ INLINE long most(long a, long b) { return a > b ? a : b; }
 
 typedef void Task(void *argument, long piece);
 enum { AWAKE = 2000, PATIENCE = 6000 }; /* looks before a thread yields, and before it sleeps */
-enum { STALLED = 2400, ALONE = 24 };    /* looks that tell of a lost core; steps without helpers */
+enum { STALLED = 2400, ALONE = 8 };     /* looks that tell of a lost core; steps without helpers */
 
 static struct {
     _Alignas(64) atomic_long unclaimed; /* pieces; 0 or less if there is none */
