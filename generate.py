@@ -26,8 +26,8 @@ def run(options: Options) -> None:
             "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
             (ModuleNotFoundError,),
         ):
-            from app.server import serve
-        serve(session)
+            from app.server import Server
+        Server(session).serve_until_stopped()
     elif options.interactive:
         converse(session)
     else:

@@ -85,3 +85,12 @@ class KVCache:
         ):
             target[:, :, :length] = entries[:, :, :length]
         self.lengths = [length] * len(self.lengths)
+
+
+def static_capacity(positions: int) -> int:
+    """Positions of a GPU's cache: a power of two of ``positions`` or more, and padded rows.
+
+    So the longest context of 131,072 tokens has eight sizes, for each of which steps are compiled
+    again. The room for padded rows is larger than any step needs.
+    """
+    return max(1024, 1 << (positions - 1).bit_length()) + 512

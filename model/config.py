@@ -21,7 +21,9 @@ ROPE_FACTORS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-LARGEST = 2**24  # of any whole number: a damaged file must not ask for a billion layers
+# A damaged file must not ask for more than can be built.
+LARGEST = 2**24  # of any whole number
+MOST_LAYERS = 2**10
 # kinds of layers
 EVERYWHERE = "full_attention"
 SLIDING = "sliding_attention"
@@ -206,7 +208,7 @@ def parse_config(source: Any) -> ModelConfig:
 
 def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
     """Kind of each layer: the ``given`` layer_types, or those that the other keys describe."""
-    layers = read("num_hidden_layers", int)
+    layers = read("num_hidden_layers", int, largest=MOST_LAYERS)
     first = read("max_window_layers", int, smallest=0)
     pattern = read("sliding_window_pattern", int, optional=True)
     kinds = given or [
@@ -279,8 +281,9 @@ def _read(
     *,
     optional: bool = False,
     smallest: int = 1,
+    largest: int = LARGEST,
 ) -> Any:
-    """Field as an int of at least ``smallest``, a float above 0, a bool or an object.
+    """Field as an int from ``smallest`` to ``largest``, a float above 0, a bool or an object.
 
     Where it is absent, it is that of ``defaults``, or else ``default``. Where it is null, it is
     None if it is ``optional``, else the same.
@@ -292,8 +295,8 @@ def _read(
     value = default if value is None else value
     fits, wanted = {
         int: (
-            type(value) is int and smallest <= value <= LARGEST,
-            f"a whole number from {smallest} to {LARGEST}",
+            type(value) is int and smallest <= value <= largest,
+            f"a whole number from {smallest} to {largest}",
         ),
         float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
         bool: (type(value) is bool, "true or false"),

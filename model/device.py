@@ -1,4 +1,4 @@
-"""Clock of a device, and functions of rows that a GPU runs as one launch each."""
+"""Clock of a device, its dtypes, and functions of rows that a GPU runs as one launch each."""
 
 import time
 from collections.abc import Callable
@@ -27,3 +27,13 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 itself: all but NVIDIA GPUs below compute capability
+    8.0, such as T4, V100 and RTX 20xx.
+
+    Those emulate it, slower than float16 by far, and torch's compiler and four-bit kernel refuse
+    it.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -12,7 +12,7 @@
 
 So every rank has the whole residual stream and all logits. The blocks are those of one process, for
 a config with fewer heads. Every rank must call the model with the same tokens (see
-``app.ranks``).
+``app.processes``).
 """
 
 from collections.abc import Callable

@@ -1,11 +1,10 @@
 """Find the layer plan with which a model drafts for itself fastest.
 
 ``python -m search --model DIR``: the target writes a few texts, and the costs of its sublayers are
-measured (``texts_and_costs``). A trial predicts the speed-up of one plan: a single pass of it over
-the texts gives its acceptance, and the sublayers' costs add up to those of its draft steps
-(``predict_plan``). Optuna proposes the plans (``optimise``). The best ones are judged on other
-texts (``plans_to_confirm``) and decode held-out prompts beside plain decoding (``confirm``), and
-the fastest is written (``write_best``).
+measured. A trial predicts the speed-up of one plan: a single pass of it over the texts gives its
+acceptance rate, and the sublayers' costs add up to that of its draft step. Optuna proposes the
+plans. The best ones and the best early exit decode held-out prompts beside plain decoding, and the
+fastest is written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -14,43 +13,53 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
+import hashlib
+import json
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
+from datetime import date
+from itertools import islice
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 
-from app.chooser import load_setting
 from app.command_line import say
-from app.device import machine, pick_device
+from app.device import machine
+from app.drafts import plan_in_words
 from app.files import check_place
-from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
+from app.options import Options
+from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
 from app.picture import write_picture
-from app.table import table
-from decoding.sampling import SamplingParams
-from decoding.text import Rules
-from decoding.verify import COUPLINGS, Coupling
-from model.plan import LOW_BITS
+from app.plan_file import DraftPlan, write_plan
+from app.session import Session
+from app.table import Row, table
+from model.plan import FULL, LOW_BITS, LayerPlan
 from search.acceptance import Calibration
-from search.confirm import confirm, plans_to_confirm, write_best
-from search.prediction import plot_plans, predict_plan
+from search.costs import Costs, measure_costs
+from search.plots import front
 from search.study import (
+    HEAD,
     SAMPLERS,
+    Prediction,
+    first_plans,
     open_study,
     optimise,
+    parameters,
+    plan_of,
     predictions_of,
     space_of,
-    texts_and_costs,
 )
-from search.texts import read_prompts, split_texts
-from weights.importance import importance
-from weights.load import DTYPES, model_fingerprint, model_folder
+from search.texts import Continuation, plain_texts, read_prompts, split_texts
+from weights.load import DTYPES, model_fingerprint
 
-VERSION = 8  # of the journal
-SEARCH_DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
-
+VERSION = 9  # of the study
+CONFIRMED = 5  # best plans that decode; beside them the best early exit
+TURNS = 3  # in which a held-out prompt is written in each way
 
 OPTIONS: Groups = {
     "": {
@@ -66,7 +75,6 @@ OPTIONS: Groups = {
             "metavar": "FILE",
             "help": "the plan file (default: plan.json of the model)",
         },
-        "--resume": {**FLAG, "help": "continue the search of this plan file"},
         "--sampler": {
             "choices": list(SAMPLERS),
             "default": "tpe",
@@ -107,7 +115,7 @@ OPTIONS: Groups = {
             "help": "tokens written after each prompt",
         },
         "--coupling": {
-            "choices": list(COUPLINGS),
+            "choices": ["race", "ratio"],
             "default": "race",
             "help": "rule of verification of the sampled texts that the plan is for",
         },
@@ -116,78 +124,158 @@ OPTIONS: Groups = {
 }
 
 
-def run(options: argparse.Namespace, resuming: str) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run a search and write its plan; returns the exit status. Wrong input is refused before the
-    long work. ``resuming`` is the line with the command that continues it.
+    long work.
     """
-    folder = model_folder(options.model)
-    out: Path = options.out or folder / "plan.json"
+    prompts = read_prompts(options.calibration)
+    shared = ("model", "device", "dtype", "max_new_tokens", "coupling", "temperature", "seed")
+    session = Session(Options(**{name: getattr(options, name) for name in shared}))
+    out: Path = options.out or session.folder / "plan.json"
     check_place(out)
+    session.check_memory()
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    prompts = read_prompts(options.calibration)
-
-    params = SamplingParams(options.temperature)
-    device = pick_device(options.device)
-    setting = load_setting(folder, device, options.dtype, params, options.coupling)
-    model = setting.model
-    if model.fast_bits:  # rounds to low bits as ``generate.py`` does
-        importance(model, setting.tokenizer, setting.folder)
-    coupling = Coupling(options.coupling, options.seed)
-    identity = {
-        "model": model_fingerprint(folder),
-        "dtype": str(model.dtype).removeprefix("torch."),
+    settings = {
+        "model": model_fingerprint(session.folder),
+        "dtype": str(session.dtype).removeprefix("torch."),
         "bits": sorted({*options.bits}),
-        "sampling": {**asdict(setting.params), "coupling": coupling.name},
+        "sampling": {**asdict(session.options.params), "coupling": options.coupling},
         "prompts": [options.max_new_tokens, prompts],
         "version": VERSION,
     }
-    journal = out.with_suffix(".journal")
-    study = open_study(journal, identity, options.sampler, options.seed, resume=options.resume)
-    texts, costs = texts_and_costs(study, identity, setting, coupling)
-    searched, judged, held_out = split_texts(texts)
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    study = open_study(out.with_suffix(".journal"), name, options.sampler, options.seed)
+    searched, held_out = split_texts(plain_texts(session, prompts))
+    calibration = Calibration(session, searched)
+    if "costs" not in study.user_attrs:
+        prepare(study, session, calibration, searched, settings["bits"])
+    costs = Costs(**study.user_attrs["costs"])
 
-    objective = partial(predict_plan, Calibration(setting, searched, SEARCH_DEPTHS), costs)
+    def objective(plan: LayerPlan) -> Prediction:
+        acceptance = calibration.acceptance(plan)
+        return Prediction(*costs.best(acceptance, costs.step(plan)), acceptance)
+
     status = 0
     try:
-        optimise(study, objective, space_of(model.num_layers, options.bits), options.trials)
+        optimise(study, objective, space_of(session.model.num_layers, options.bits), options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
-        say(resuming)
+        say("interrupted: the same command continues the search")
     predictions = predictions_of(study)
-    if not predictions:
-        return status
-
-    plans = plans_to_confirm(Calibration(setting, judged), costs, predictions)
-    rules = Rules(options.max_new_tokens, setting.tokenizer.eos_ids)
-    results = confirm(setting, held_out, plans, rules, coupling)
-    title = "held-out prompts: measured beside plain decoding, and predicted"
-    Console(width=None if sys.stdout.isatty() else 120).print(
-        table([row for _, row in results], title)
-    )
-    say(write_best(out, identity, *results[0], machine(model.device)))
-    if results[0][1]["speed-up"] > 1:
-        place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
-        model_name = shlex.quote(options.model)
-        say(f'to use it: python generate.py "Your prompt" --model {model_name} --draft skip{place}')
-    if options.plots is not None:
-        write_picture(lambda: plot_plans(predictions, costs), options.plots / "front.svg")
+    if predictions:
+        finish(options, session, settings, predictions, costs, held_out, out)
     return status
 
 
-def main(arguments: list[str] | None = None) -> int:
-    words = sys.argv[1:] if arguments is None else arguments
-    if "--resume" not in words:
-        words = [*words, "--resume"]
-    resuming = f"interrupted; to continue: {shlex.join(['python', '-m', 'search', *words])}"
-    return run_script(
-        lambda options: run(options, resuming),
-        OPTIONS,
-        "python -m search",
-        __doc__,
-        arguments,
-        resuming,
+def prepare(
+    study: Any, session: Session, calibration: Calibration, texts: list[Continuation], bits: Any
+) -> None:
+    """Store costs, importances of sublayers and the first plans in a new study."""
+    say("measuring the costs of sublayers")
+    widths = sorted({*bits, FULL} - {0})
+    costs = measure_costs(session, [text.prompt for text in texts], widths)
+    full = parameters(LayerPlan.full(session.model.num_layers))
+    importance = {
+        name: 1 - calibration.acceptance(plan_of({**full, name: 0}))
+        for name in track(
+            full.keys() - {HEAD}, "importance of each sublayer", console=Console(stderr=True)
+        )
+    }
+    study.set_user_attr("importance", importance)
+    for plan in first_plans(importance, space_of(session.model.num_layers, bits)):
+        study.enqueue_trial(parameters(plan))
+    study.set_user_attr("costs", asdict(costs))
+
+
+def finish(
+    options: argparse.Namespace,
+    session: Session,
+    settings: Mapping[str, Any],
+    predictions: Mapping[LayerPlan, Prediction],
+    costs: Costs,
+    held_out: list[Continuation],
+    out: Path,
+) -> None:
+    """Confirm the best plans, print the results, and write the fastest plan and the picture."""
+    exits = islice(filter(is_exit, predictions), 1)
+    plans = list(dict.fromkeys([*islice(predictions, CONFIRMED), *exits]))
+    chosen = [DraftPlan(plan, predictions[plan].gamma) for plan in plans]
+    rows = confirm(session, held_out, chosen, [predictions[plan].speedup for plan in plans])
+    title = "held-out prompts: measured beside plain decoding, and expected"
+    Console(width=None if sys.stdout.isatty() else 120).print(
+        table([row for _, row in rows], title)
     )
+    best, measured = rows[0]
+    pays = measured["speed-up"] > 1
+    kept = DraftPlan(best.plan, best.gamma if pays else 0, None, predictions[best.plan].acceptance)
+    provenance = {
+        "acceptance_rate": measured["accepted"],
+        "predicted_speedup": measured["expected"],
+        "measured_speedup": measured["speed-up"],
+        "sampling": settings["sampling"],
+        "dtype": settings["dtype"],
+        "machine": machine(session.device),
+        "date": date.today().isoformat(),
+    }
+    write_plan(out, kept, settings["model"], provenance)
+    result = f"drafts of up to {best.gamma} tokens"
+    if not pays:
+        result = "no plan beats plain decoding, so --draft skip decodes plainly"
+    say(f"{out}: {measured['speed-up']:.2f} times plain decoding, {result}")
+    if pays:
+        place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
+        name = shlex.quote(options.model)
+        say(f'to use it: python generate.py "Your prompt" --model {name} --draft skip{place}')
+    if options.plots is not None:
+        write_picture(lambda: front(predictions, costs), options.plots / "front.svg")
+
+
+def is_exit(plan: LayerPlan) -> bool:
+    """Return whether a plan is an early exit in the checkpoint's bits."""
+    layers = sum(map(bool, plan.attention))
+    return layers > 0 and plan == LayerPlan.early_exit(plan.num_layers, layers)
+
+
+def confirm(
+    session: Session, held_out: list[Continuation], plans: list[DraftPlan], expected: list[float]
+) -> list[tuple[DraftPlan, Row]]:
+    """Return the plans, each with a row of its results on the held-out prompts, the fastest first:
+    all prompts are written in turns with plain decoding.
+    """
+    ways = [{"draft": "none"}, *({"draft": "skip", "plan": plan} for plan in plans)]
+    seconds = [0.0 for _ in ways]
+    tokens = [0 for _ in ways]
+    drafted = [0 for _ in ways]
+    accepted = [0 for _ in ways]
+    for text in track(
+        held_out, "running the best plans on held-out prompts", console=Console(stderr=True)
+    ):
+        for number, way in enumerate(ways):
+            options = session.options.merged(way)
+            samples = [session.finish(session.begin(text.prompt, options)) for _ in range(TURNS)]
+            seconds[number] += median(sample.seconds for sample in samples)
+            told = samples[0].statistics
+            tokens[number] += told.tokens
+            drafted[number] += told.drafted
+            accepted[number] += told.accepted
+    speeds = [count / took for count, took in zip(tokens, seconds, strict=True)]
+    rows = []
+    for number, plan in enumerate(plans, start=1):
+        row: Row = {
+            "plan": plan_in_words(plan.plan),
+            "γ": plan.gamma,
+            "speed-up": speeds[number] / speeds[0],
+            "expected": expected[number - 1],
+            "accepted": accepted[number] / max(1, drafted[number]),
+        }
+        rows.append((plan, row))
+    return sorted(rows, key=lambda each: -each[1]["speed-up"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    return run_script(run, OPTIONS, "python -m search", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Photographs of the pages: ``python -m tests.photos`` takes ``docs/explore.png``,
-``docs/page.png`` and ``docs/live.png`` anew. It needs Chromium and its driver.
+"""Photographs of the pages: ``python -m tests.photos`` takes ``docs/explore.png`` and
+``docs/live.png`` anew. It needs Chromium and its driver.
 """
 
 import base64
 import sys
-import tempfile
 from pathlib import Path
 
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-import generate
 from tests.browser import find, headless
 from tests.serving import serving
 
@@ -31,18 +29,6 @@ def explore(browser: WebDriver) -> None:
     find(browser, "#ratio").screenshot(str(DOCS / "explore.png"))
 
 
-def page(browser: WebDriver) -> None:
-    """The page of the command in docs/live.md."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.html"
-        draft = ["--draft", "exit", "--exit-layer", "6", "--html", str(file)]
-        sampling = ["--temperature", "0.7", "--seed", "8"]
-        prompt = "Write a short story about a fox."
-        generate.main([prompt, "--model", "tiny-llama", *sampling, *draft])
-        browser.get(file.as_uri())
-        take(browser, DOCS / "page.png")
-
-
 def live(browser: WebDriver) -> None:
     """The page of ``make serve``, with a drafted text beside a plain one."""
     with serving() as served:
@@ -61,6 +47,5 @@ if __name__ == "__main__":
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", WINDOW)
     browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
     explore(browser)
-    page(browser)
     live(browser)
     browser.quit()

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.ranks import from_rank_0
+from app.processes import from_rank_0
 from model import Cut, Decoder, Shard, build, exchange, split
 from tests.commands import Outcome
 from tests.laws import random_model
 
 SERVER = get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.ranks", "generate", "app.ranks"])
+SERVER.set_forkserver_preload(["tests.ranks", "generate", "app.processes"])
 PATIENCE = 60  # seconds, after which a test fails that should take one or two
 
 

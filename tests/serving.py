@@ -1,21 +1,24 @@
 """A server in a thread of the test's own process, and plain HTTP to talk to it with."""
 
+from __future__ import annotations
+
 import http.client
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import generate
-from app.options import make_parser
-from app.server.app import Server
-from app.server.worker import Worker
+from app.options import parse
+from app.session import Session
 from tests.folders import LLAMA, write_folder
+
+if TYPE_CHECKING:
+    from app.server import Server, Worker
 
 CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor"
@@ -44,63 +47,44 @@ class Served:
         return self.server.worker
 
     @property
-    def idle(self) -> bool:
-        return not self.worker.jobs
-
-    @property
     def address(self) -> str:
         return self.server.address.removesuffix("/")
 
-    @property
-    def port(self) -> int:
-        return int(self.address.rpartition(":")[2])
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of a request, or its text where that is no JSON; without a body, a GET.
 
-    def ask(
-        self,
-        path: str,
-        body: Any = None,
-        *,
-        method: str = "POST",
-        headers: dict[str, str] | None = None,
-    ) -> tuple[int, bytes]:
-        """Status and body of a request; ``body`` is sent as it is where it is bytes, else as
-        JSON.
+        ``body`` is sent as it is where it is bytes, else as JSON.
         """
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        try:
-            connection.request(
-                method, path, data, {"Content-Type": "application/json", **(headers or {})}
-            )
+        method = "GET" if body is None else "POST"
+        with closing(http.client.HTTPConnection(self.address[7:], timeout=60)) as connection:
+            connection.request(method, path, data, headers)
             response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
-    def refusal(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-        """Status and error of a request that is not served."""
-        status, answer = self.ask(path, body)
-        return status, json.loads(answer)["error"]
+            text = response.read().decode()
+            return response.status, json.loads(text) if text[:1] == "{" else text
 
     def text(self, **body: Any) -> str:
         """The text of a completion that is served."""
         status, answer = self.ask("/v1/completions", body)
         assert status == 200, answer
-        return json.loads(answer)["choices"][0]["text"]
+        return answer["choices"][0]["text"]
 
     def begin(self, path: str, body: Any) -> socket.socket:
         """A connection on which a request was sent and nothing read yet."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        host, _, port = self.address[7:].partition(":")
+        connection = socket.create_connection((host, int(port)), timeout=60)
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
         return connection
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
-    server = Server(generate.Request(make_parser().parse_args(["--serve", "0", *arguments])))
+    from app.server import Server
+
+    server = Server(Session(parse(["--serve", "0", *arguments])))
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()
     until(lambda: server.started)
@@ -119,9 +103,8 @@ def until(true: Callable[[], Any], patience: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def events_of(stream: bytes) -> list[Any]:
-    """The messages of an event stream; [DONE] as it is. Comments only keep the connection open."""
-    assert stream.endswith(b"\n\n")
-    events = stream.removesuffix(b"\n\n").split(b"\n\n")
-    data = [event.removeprefix(b"data: ") for event in events if not event.startswith(b":")]
-    return [each.decode() if each == b"[DONE]" else json.loads(each) for each in data]
+def events_of(stream: str) -> list[Any]:
+    """The messages of an event stream, which ends with [DONE]."""
+    *events, done, nothing = stream.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    return [json.loads(each[6:]) for each in events if not each.startswith(":")]

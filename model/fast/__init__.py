@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from model.decoder import Decoder, Steps
+from model.device import multiplies_bf16
 from model.errors import InputError
 
 
@@ -52,16 +53,6 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
         return model
 
 
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 itself: all but NVIDIA GPUs below compute capability
-    8.0, such as T4, V100 and RTX 20xx.
-
-    Those emulate it, slower than float16 by far, and torch's compiler and four-bit kernel refuse
-    it.
-    """
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Numbers of bits for which there is a kernel on a GPU: torch's for bfloat16 where the GPU
     multiplies it, Triton's (``model.fast.four_bits``) for float16 and float32.
@@ -72,12 +63,3 @@ def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
         return (4,) if multiplies_bf16(device) else ()
     has_triton = find_spec("triton") is not None
     return (4,) if has_triton and torch.cuda.get_device_capability(device) >= (7, 5) else ()
-
-
-def static_capacity(positions: int) -> int:
-    """Positions of a GPU's cache: a power of two of ``positions`` or more, and padded rows.
-
-    So the longest context of 131,072 tokens has eight sizes, for each of which steps are compiled
-    again. The room for padded rows is larger than any step needs.
-    """
-    return max(1024, 1 << (positions - 1).bit_length()) + 512

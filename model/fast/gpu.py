@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from model import Decoder, KVCache, LayerPlan, Steps
+from model.cache import static_capacity
 from model.decoder import Abilities
-from model.fast import PreparedDecoder, gpu_bits, static_capacity
+from model.fast import PreparedDecoder, gpu_bits
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.quantise import GROUP, Quantised, Twins

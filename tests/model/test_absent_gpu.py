@@ -3,10 +3,11 @@
 It needs a CUDA build of torch, and no driver. All tensors are fake: they have a shape and a device,
 but no memory. Torch's compiler asks only for the device's properties, and Triton for its compute
 capability. A library that is loaded before CUDA's (LD_PRELOAD) answers which device is current.
-Every kernel is compiled to PTX. Two lines say how many graphs and kernels there are.
+Every kernel is compiled to PTX. A line says how many graphs of blocks and of functions there are.
 """
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -24,13 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmark.shapes import config_of
 from decoding.randomness import inverse_cdf, race_at
 from decoding.sampling import probabilities
-from model import Decoder, LayerPlan, build
-from model.fast import gpu, gpu_bits, static_capacity
+from model import Decoder, LayerPlan, build, parse_config
+from model.cache import static_capacity
+from model.fast import gpu, gpu_bits
 from model.quantise import GROUP, Quantised, Twins
 
+SHAPES = Path(__file__).parents[2] / "benchmark" / "shapes.json"
 # answers of CUDA's runtime: device 0 is current, and any may become so
 CUDA = """
 int cudaGetDevice(int *device) { *device = 0; return 0; }
@@ -44,14 +46,6 @@ int _ZN3c104cuda19MaybeExchangeDeviceEa(signed char device) { return 0; }
 """
 
 
-def build_library(folder: Path) -> Path:
-    """The library of ``CUDA``, for LD_PRELOAD."""
-    library = folder / "cuda.so"
-    command = "gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)
-    subprocess.run(command, input=CUDA.encode(), check=True)
-    return library
-
-
 def pretend(capability: int) -> None:
     """Make torch, its compiler and Triton believe in a GPU of a compute capability, such as 75."""
     from torch._dynamo.device_interface import CudaInterface
@@ -62,10 +56,9 @@ def pretend(capability: int) -> None:
 
     joint_graph.lazy_init(torch.device("cpu"))  # before a GPU's tensors would be made for it
     joint_graph.lazy_init = returning
-    major, minor = divmod(capability, 10)
     properties = SimpleNamespace(
-        major=major,
-        minor=minor,
+        major=capability // 10,
+        minor=capability % 10,
         name="absent",
         multi_processor_count=40,
         total_memory=15 << 30,
@@ -84,7 +77,7 @@ def pretend(capability: int) -> None:
             "device_count": 1,
             "current_device": 0,
             "get_device_properties": properties,
-            "get_device_capability": (major, minor),
+            "get_device_capability": divmod(capability, 10),
             "get_compute_capability": capability,
             "set_device": None,
             "_exchange_device": 0,
@@ -117,7 +110,6 @@ class Compiler:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.graphs = 0
-        self.kernels = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -130,17 +122,10 @@ class Compiler:
             compile_fx(graph, inputs)
         return graph.forward
 
-    def report(self, what: str) -> None:
-        """Print the numbers of graphs and kernels since the last report."""
-        print(f"{self.graphs} {what} with {self.kernels} kernels")
-        self.graphs = 0
-        self.kernels = 0
-
     def compile(self, lowering: Any) -> SimpleNamespace:
         """Compile the kernels of a graph's code, and return a module that computes nothing."""
         code = lowering.codegen()[0].value
         for name, source in re.findall(r"triton\('(\w+)', '''(.*?)'''", code, re.DOTALL):
-            self.kernels += 1
             path = self.folder / f"{name}_{len(list(self.folder.iterdir()))}.py"
             path.write_text(source)
             spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -153,14 +138,22 @@ class Compiler:
 def fake_model(shape: str, dtype: torch.dtype) -> Decoder:
     """Model of a named shape, with fake weights on a GPU."""
     with torch.device("meta"):
-        model = build(config_of(shape))
+        model = build(parse_config(json.loads(SHAPES.read_text())[shape]))
     with FakeTensorMode():
-        for module in model.modules():
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    fake = torch.empty(weight.shape, dtype=dtype, device="cuda")
-                    module._parameters[name] = nn.Parameter(fake, requires_grad=False)
-    return model
+        return replace_tensors(
+            model,
+            lambda weight: nn.Parameter(
+                torch.empty(weight.shape, dtype=dtype, device="cuda"), requires_grad=False
+            ),
+        )
+
+
+def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Put other tensors in the place of those of a module."""
+    for part in module.modules():
+        for store in part._parameters, part._buffers:
+            store.update({name: make(each) for name, each in store.items() if each is not None})
+    return module
 
 
 def compile_steps(model: Decoder, run: Callable[..., Tensor]) -> None:
@@ -202,33 +195,21 @@ def compile_functions(vocab: int, dtype: torch.dtype, compiled: Callable[..., An
     compiled(race_at)(probs, torch.empty(1, dtype=torch.int64, device="cuda"))
 
 
-def to_meta(module: nn.Module, _: str) -> nn.Module:
-    """``module.to("meta")``, which torch refuses for fake weights."""
-    for part in module.modules():
-        for store in part._parameters, part._buffers:
-            for name, tensor in store.items():
-                if tensor is not None:
-                    store[name] = torch.empty_like(tensor, device="meta")
-    return module
-
-
 def main(shape: str, capability: str, dtype: str) -> None:
     pretend(int(capability))
-    nn.Module.to = to_meta
+    # torch refuses to move fake weights
+    nn.Module.to = lambda module, device: replace_tensors(
+        module, partial(torch.empty_like, device=device)
+    )
     with TemporaryDirectory() as folder:
         compiler = Compiler(Path(folder))
         compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=compiler)
         model = fake_model(shape, getattr(torch, dtype))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             compile_steps(model, compiled(gpu.run_block))
-            compiler.report("graphs of blocks")
+            blocks = compiler.graphs
             compile_functions(model.vocab_size, model.dtype, compiled)
-            compiler.report("graphs of functions")
-
-
-KINDS = 2  # of blocks, in the checkpoint's bits and in four
-CAPACITIES = 2
-FUNCTIONS = 8
+            print(blocks, compiler.graphs - blocks)
 
 
 @pytest.mark.prove
@@ -251,15 +232,17 @@ def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
     """Without a break, and again only for another capacity of the cache: an early exit and the
     other layers share the code.
     """
+    library = str(tmp_path / "cuda.so")
+    command = "gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", library
+    subprocess.run(command, input=CUDA.encode(), check=True)
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.test_absent_gpu", shape, capability, dtype],
-        env={**os.environ, "LD_PRELOAD": str(build_library(tmp_path))},
+        env={**os.environ, "LD_PRELOAD": library},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    blocks, functions = (int(line.split()[0]) for line in done.stdout.splitlines())
-    assert (blocks, functions) == (KINDS * CAPACITIES, FUNCTIONS)
+    kinds, capacities, functions = 2, 2, 8  # blocks in the checkpoint's bits and in four
+    assert done.stdout.split() == [str(kinds * capacities), str(functions)], done.stderr[-2000:]
 
 
 if __name__ == "__main__":

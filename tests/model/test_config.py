@@ -177,6 +177,10 @@ REFUSED = [
     (LLAMA | {"head_dim": 5}, "4 heads of size 5 with 4 key heads are not supported"),
     (LLAMA | {"num_key_value_heads": 3}, "4 heads of size 4 with 3 key heads are not"),
     (LLAMA | {"hidden_size": 16.0}, "hidden_size must be a whole number from 1"),
+    (
+        LLAMA | {"num_hidden_layers": 2000},
+        "num_hidden_layers must be a whole number from 1 to",
+    ),
     (LLAMA | {"vocab_size": None}, "vocab_size must be a whole number .*, found None"),
     (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     (GEMMA | {"layer_types": [FULL]}, "must name the kind of each of 4 layers"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import FULL, build, parse_config
+from model import FULL, LayerPlan, build, parse_config
 from model.layers import RMSNorm, rotary_table
 from tests.configs import FAMILIES, small
 from tests.laws import plans, random_model
@@ -28,44 +28,27 @@ all_families = pytest.mark.parametrize("family", FAMILIES)
 over_configs = settings(max_examples=20, deadline=None, derandomize=True)
 
 
-def assert_close(ours: torch.Tensor, oracle: torch.Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(ours, oracle, rtol=0, atol=tolerance)
-
-
-def drawn(data, family):
-    """A random model of transformers, and ours with its weights; in float64."""
-    oracle = oracle_model(data.draw(configs(family)), seed=data.draw(st.integers(0, 2**31)))
-    return oracle, our_model(oracle)
-
-
 @all_families
 @over_configs
 @given(data=st.data())
 def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(family, data):
-    """Each row of a batch has the logits that it has alone; with every rotary embedding, and past
-    any window.
+    """Each row of a batch has the logits that it has alone; with every rotary embedding, past any
+    window; and a skipped sublayer adds exactly nothing.
     """
     with lifted():
-        oracle, ours = drawn(data, family)
+        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(st.integers(0, 2**31)))
+        ours = our_model(oracle)
         length, batch = data.draw(st.integers(1, 24)), data.draw(st.integers(1, 3))
         tokens = torch.cat([data.draw(texts(length, length)) for _ in range(batch)])
-        expected = torch.cat([oracle_logits(oracle, row) for row in tokens[:, None]])
-    assert_close(ours(tokens), expected, 1e-9)
-    assert_close(in_chunks(ours, tokens, [(i, i + 1) for i in range(length)]), expected, 1e-9)
-    assert_close(in_chunks(ours, tokens, data.draw(cuts(length))), expected, 1e-9)
-
-
-@all_families
-@over_configs
-@given(data=st.data())
-def test_a_skipped_sublayer_adds_exactly_nothing(family, data):
-    with lifted():
-        oracle, ours = drawn(data, family)
-        tokens, plan = data.draw(texts()), data.draw(plans(ours.num_layers, [FULL]))
-        with silenced(oracle, plan):
-            expected = oracle_logits(oracle, tokens)
-    assert_close(ours(tokens, plan=plan), expected, 1e-9)
-    assert_close(in_chunks(ours, tokens, data.draw(cuts(tokens.shape[1])), plan), expected, 1e-9)
+        full = LayerPlan.full(ours.num_layers)
+        for plan in full, data.draw(plans(ours.num_layers, [FULL])):
+            with silenced(oracle, plan):
+                expected = torch.cat([oracle_logits(oracle, row) for row in tokens[:, None]])
+            by_one = [(i, i + 1) for i in range(length)]
+            for chunks in [(0, length)], by_one, data.draw(cuts(length)):
+                found = in_chunks(ours, tokens, chunks, plan)
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours(tokens), in_chunks(ours, tokens, by_one), rtol=0, atol=1e-9)
 
 
 @all_families
@@ -77,16 +60,11 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
     for seed in range(4):
         tokens = torch.randint(200, (1, 64), generator=torch.Generator().manual_seed(seed))
         oracle = oracle_model(raw, torch.bfloat16, seed)
-        ours = our_model(oracle)
-        rounded = [
-            in_chunks(ours, tokens, [(0, 32), (32, 63), (63, 64)]),
-            oracle_logits(oracle, tokens),
-        ]
+        ours = in_chunks(our_model(oracle), tokens, [(0, 32), (32, 63), (63, 64)])
+        theirs = oracle_logits(oracle, tokens)
         with lifted():
-            exact = oracle_model(raw, torch.float64, seed)
-            exact.load_state_dict(oracle.state_dict())
-            truth = oracle_logits(exact, tokens)
-        errors += torch.stack([(logits.double() - truth).abs().mean() for logits in rounded])
+            truth = oracle_logits(oracle.double(), tokens)
+        errors += torch.stack([(each.double() - truth).abs().mean() for each in (ours, theirs)])
     assert 0 < errors[0] <= 1.2 * errors[1]
 
 

@@ -1,27 +1,17 @@
-"""Tensor parallelism: logits and texts of a decoder split over two and three processes are those of
-one.
+"""Tensor parallelism: logits of a decoder split over two and three processes are those of one, with
+the same bits on every rank.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from app.chooser import Drafting
-from app.ranks import decide_as_rank_0
-from app.writer import Writer
-from decoding.break_even import BreakEven
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from decoding.sampling import SamplingParams
-from decoding.text import Rules
-from decoding.verify import Rule
 from model import Decoder, LayerPlan, Shard, parse_config
 from tests.configs import FAMILIES, small
-from tests.laws import EXACT, REAL_DRAFTERS, random_model
+from tests.laws import EXACT, random_model
 from tests.ranks import Ranks, joined, split_model
 from tests.refusal import refusal
 
@@ -94,56 +84,6 @@ def test_logits_on_every_rank_are_those_of_one_process(
     first, *others = ranks.run(split_logits, shaped)
     torch.testing.assert_close(first, logits_of(random_model(shaped)), rtol=0, atol=EXACT)
     assert all(torch.equal(other, first) for other in others)
-
-
-fixed = partial(FixedLength, 3)
-
-
-def gated() -> Policy:
-    return ConfidenceGate(AdaptiveExit(0.6, 4), 0.4)
-
-
-def break_even() -> Policy:
-    """With different slopes on every rank."""
-    slope = 0.2 + dist.get_rank()
-    return BreakEven({"model": slope, "known": slope}, 3)
-
-
-Asked = tuple[str, Callable[[], Policy], str, float]
-
-
-def text_by(writer: Writer, asked: Asked, seed: int) -> list[int]:
-    """A text of 8 tokens: by a drafter and a policy, under a rule, at a temperature."""
-    drafter, policy, coupling, temperature = asked
-    writer.begin([1, 0, 2, 1, 2])
-    drafting = Drafting(drafter, lambda cache: REAL_DRAFTERS[drafter](writer.model, cache), policy)
-    rules, rule = SamplingParams(temperature), Coupling(coupling, seed)
-    return writer.write(writer.new_text(Rules(8)), drafting, rules, rule).tokens
-
-
-def text_on_rank(config: dict[str, Any], asked: Asked) -> list[int]:
-    """The text, on ranks with different seeds, logits and costs."""
-    rank, model = dist.get_rank(), split_model(config)
-    noise = torch.randn(
-        model.vocab_size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
-    )
-    model.register_forward_hook(lambda module, inputs, logits: logits + 10 * rank * noise)
-    return text_by(Writer(model, 64, decide=decide_as_rank_0), asked, 7 + rank)
-
-
-@pytest.mark.parametrize("drafter", REAL_DRAFTERS)
-def test_every_rank_writes_the_text_of_rank_0_which_is_that_of_one_process(
-    ranks: Ranks, drafter: str
-) -> None:
-    shaped = config(("llama", "gemma2")[ranks.size - 2], ranks.size)
-    policy = break_even if drafter == "best of" else gated
-    several: list[Asked] = [(drafter, fixed, "ratio", 0.0), (drafter, policy, "race", 1.0)]
-    # shards are rounded separately, so their drafts differ
-    if drafter not in ("lowbit", "best of"):
-        several.append((drafter, policy, "ratio", 1.0))
-    for asked in several:
-        expected = text_by(Writer(random_model(shaped), 64), asked, 7)
-        assert ranks.run(text_on_rank, shaped, asked) == [expected] * ranks.size
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""Static steps of a GPU, run here without capturing, and the graph of their one block."""
+"""Static steps of a GPU and functions of rows as graphs, run here without capturing: they compute
+what the readable functions do, and any failure costs speed alone.
+"""
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,20 +12,42 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from decoding.randomness import inverse_cdf, race_at
+from decoding.sampling import probabilities
 from model import LayerPlan, Steps, Twins
-from model.fast import gpu, static_capacity
+from model.cache import static_capacity
+from model.fast import gpu, graphs
 from model.fast.gpu import ROWS, StaticDecoder
+from model.fast.graphs import Launcher, compile_function
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 
 VOCAB = 19
 FULL = LayerPlan.full(3)
+TOKENS = torch.arange(60)[None] % VOCAB
 
 
 def static(family: str = "llama") -> StaticDecoder:
     return StaticDecoder(tiny_model(family, vocab=VOCAB), compiled=False)
+
+
+def record(compute: Callable[[], object]) -> Callable[[], None]:
+    """Return the replay of a computation that, like a CUDA graph's, is run once before."""
+    compute()
+    return compute
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Before each test."""
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,94 +56,64 @@ def static(family: str = "llama") -> StaticDecoder:
     steps=st.lists(
         st.tuples(plans(), st.sampled_from([1, 2, 5, ROWS, ROWS + 1])), min_size=1, max_size=3
     ),
-    prompt=st.integers(1, 9),
-    seed=st.integers(0, 99),
+    start=st.integers(1, 9),
 )
 @torch.inference_mode()
 def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
-    family: str, steps: list[tuple[LayerPlan, int]], prompt: int, seed: int
+    family: str, steps: list[tuple[LayerPlan, int]], start: int
 ) -> None:
     """With rejected entries behind the length, and two caches of one model written in turn."""
     model = static(family)
-    generator = torch.Generator().manual_seed(seed)
-    models = model.model, model, model
-    caches = [each.new_cache(64) for each in models]
-    text = torch.randint(VOCAB, (1, prompt), generator=generator)
-    for each, cache in zip(models, caches, strict=True):
-        each.prefill(text, cache)
+    lanes = [(each, each.new_cache(64)) for each in (model.model, model, model)]
+    for each, cache in lanes:
+        each.prefill(TOKENS[:, :start], cache)
     for plan, count in steps:
-        for tokens, under in (
-            (torch.randint(VOCAB, (1, count), generator=generator), plan),
-            (text[:, :1], None),
-        ):
-            expected, *found = (
-                each(tokens, cache, prompt, under)
-                for each, cache in zip(models, caches, strict=True)
-            )
+        for tokens, under in (TOKENS[:, start : start + count], plan), (TOKENS[:, :1], None):
+            expected, *found = (each(tokens, cache, start, under) for each, cache in lanes)
             for logits in found:
-                torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
-            assert caches[0].lengths == caches[1].lengths == caches[2].lengths
-            if under is plan:
-                for cache in caches:
-                    cache.truncate(prompt)
-        prompt += 1
-    assert model.trouble is None and model.why_rows_vary is None
+                assert_same(logits, expected)
+            assert lanes[0][1].lengths == lanes[1][1].lengths == lanes[2][1].lengths
+            for _, cache in lanes:
+                cache.truncate(start + (under is None))
+        start += 1
+    assert model.trouble is None and model.abilities.why_rows_vary is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_one_compiled_block_serves_all_layers(family: str) -> None:
-    """In one graph without a break, with the readable block's logits; no layer compiles it
-    again.
-    """
-    torch._dynamo.reset()
+    """In one graph without a break, with the readable block's logits."""
     backend = Mock(side_effect=torch._dynamo.lookup_backend("aot_eager"))
-    model, tokens = static(family), torch.tensor([[1, 2, 3, 4, 5]])
+    model = static(family)
     model.run = torch.compile(
         gpu.run_block, fullgraph=True, dynamic=False, backend=lambda *given: backend(*given)
     )
     cache = model.new_cache(32)
     for start in (0, 5):
-        expected = model.model(tokens, copy.deepcopy(cache), start)
-        torch.testing.assert_close(model(tokens, cache, start), expected, rtol=0, atol=1e-8)
+        expected = model.model(TOKENS[:, :5], copy.deepcopy(cache), start)
+        assert_same(model(TOKENS[:, :5], cache, start), expected)
     assert model.trouble is None and backend.call_count == 1
-    torch._dynamo.reset()
 
 
+@torch.inference_mode()
 def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -> None:
-    model, tokens = static(), torch.tensor([[1, 2]])
-    with torch.inference_mode():
-        cache = model.new_cache(20)
-        model(tokens, cache, 0)
-        first = model.used[cache]
-        other = model.new_cache(20)
-        assert model.used[other] is not first, "a static cache serves one text at a time"
-        del cache
-        again = model.new_cache(30)
-        assert model.used[again] is first and len(model.steps[first]) == 1
-        assert again.lengths == [0] * model.num_layers
-        assert not any(each.any() for each in (*again.keys, *again.values))
-        assert (again.capacity, first.capacity) == (30, static_capacity(30))
-        assert model.new_cache(8, batch=3).keys[0].shape[:1] == (3,)
+    model = static()
+    cache = model.new_cache(20)
+    model(TOKENS[:, :2], cache, 0)
+    first = model.used[cache]
+    assert model.used[model.new_cache(20)] is not first, "it serves one text at a time"
+    del cache
+    again = model.new_cache(30)
+    assert model.used[again] is first and len(model.steps[first]) == 1
+    assert again.length == 0 and not any(each.any() for each in (*again.keys, *again.values))
+    assert (again.capacity, first.capacity) == (30, static_capacity(30))
 
 
-def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, sizes = static(), set()
-    make = model.model.new_cache
-    monkeypatch.setattr(model.model, "new_cache", lambda size: sizes.add(size) or make(1))
-    for capacity in (*range(1, 131_072, 997), 131_072):
-        model.new_cache(capacity)
-        model.steps.clear()
-        assert max(sizes) >= capacity + ROWS
-    assert len(sizes) <= 8 and max(sizes) < 1.01 * 131_072
-
-
-def record(compute: Callable[[], object]) -> Callable[[], None]:
-    """Replay of a computation that, like a CUDA graph's, is run once before."""
-    compute()
-    return compute
+def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled() -> None:
+    wanted = [*range(1, 131_072, 997), 131_072]
+    sizes = [*map(static_capacity, wanted)]
+    assert all(size >= positions + ROWS for size, positions in zip(sizes, wanted, strict=True))
+    assert len({*sizes}) <= 8 and max(sizes) < 1.01 * 131_072
 
 
 @pytest.mark.parametrize("way", ["not captured", "captured", "failing"])
@@ -129,55 +124,34 @@ def test_a_step_made_while_a_text_is_written_leaves_its_entries(
     """The warm-up and the check of a new step write into the cache, padded rows too, and it is
     restored, also where they fail.
     """
-    model, tokens = static(), 5 * torch.arange(60)[None] % VOCAB
+    model = static()
     monkeypatch.setattr(gpu, "recorder_of", lambda device: record)
     model.captures = way == "captured"
-    run = model.run
-
-    def failing(*given: Any) -> None:
-        run(*given)
-        raise RuntimeError("no memory")
-
-    model.run = failing if way == "failing" else run
+    if way == "failing":
+        model.run = lambda *given: gpu.run_block(*given) / 0
     cache = model.new_cache(80)
-    model.prefill(tokens, cache)
+    model.prefill(TOKENS, cache)
     before = [each.clone() for each in (*cache.keys, *cache.values)]
     steps = [model.step_of(cache, plan) for plan in (LayerPlan.early_exit(3, 1), FULL)]
     assert all(steps) == (way != "failing")
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
 
 
-def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel() -> None:
-    model, plan, tokens = static(), FULL.in_bits(4), torch.tensor([[1, 2, 3]])
-    with torch.inference_mode():
-        cache = model.new_cache(20)
-        assert (model.step_of(cache, plan).rows, model.step_of(cache, FULL).rows) == (1, ROWS)
-        low, full = model(tokens, cache, 0, plan), model(tokens, cache, 0)
-    torch.testing.assert_close(low, full, rtol=0, atol=1e-10)
-    assert model.fast_bits == ()
-
-
-class Halved(torch.nn.Module):
-    """A product with weights of its own, as a kernel's are."""
-
-    def __init__(self, product: torch.nn.Linear) -> None:
-        super().__init__()
-        self.register_buffer("halved", product.weight / 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.halved.T
-
-
 @torch.inference_mode()
-def test_a_layer_in_bits_with_a_kernel_stands_beside_one_in_bits_without() -> None:
-    model, tokens = static(), torch.tensor([[1, 2, 3]])
-    product = lambda linear, bits: linear if bits == 8 else Halved(linear)  # noqa: E731
-    model.model.twins = Twins(model.model, product)
+def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel() -> None:
+    """A layer in bits with a kernel may stand beside one in bits without."""
+    model = static()
+    cache, plan = model.new_cache(20), FULL.in_bits(4)
+    assert (model.step_of(cache, plan).rows, model.step_of(cache, FULL).rows) == (1, ROWS)
+    assert_same(model(TOKENS[:, :3], cache, 0, plan), model(TOKENS[:, :3], cache, 0))
+    assert model.abilities.low_bits == ()
+    model = static()
+    kernel = lambda product, bits: product if bits == 8 else nn.Sequential(product, nn.Tanh())  # noqa: E731
+    model.model.twins = Twins(model.model, kernel)
     plan = LayerPlan((4, 8, 4), (8, 4, 4))
-    found = model(tokens, model.new_cache(20), 0, plan)
+    found = model(TOKENS[:, :3], model.new_cache(20), 0, plan)
     assert model.trouble is None
-    expected = model.model(tokens, model.model.new_cache(20), 0, plan)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert_same(found, model.model(TOKENS[:, :3], plan=plan))
 
 
 @pytest.mark.parametrize(
@@ -186,47 +160,108 @@ def test_a_layer_in_bits_with_a_kernel_stands_beside_one_in_bits_without() -> No
         (RuntimeError("no\n  Triton"), "RuntimeError: no Triton"),
         (AssertionError(), "AssertionError"),
         (FailOnRecompileLimitHit("too many"), "FailOnRecompileLimitHit: too many"),
-        (None, "RuntimeError: a static step's logits are"),
+        (lambda *given: -gpu.run_block(*given), "RuntimeError: a static step's logits are"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
     ],
-    ids=["compiler", "assertion", "recompiles", "wrong numbers"],
+    ids=["compiler", "assertion", "recompiles", "wrong numbers", "in the middle of a text"],
 )
+@torch.inference_mode()
 def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
-    broken: Exception | None, said: str
+    broken: Any, said: str
 ) -> None:
-    model, tokens = static(), torch.tensor([[1, 2, 3]])
-    run = model.run
-    model.run = Mock(side_effect=broken or (lambda *given: -run(*given)))
-    with torch.inference_mode():
-        cache = model.new_cache(20)
-        found, expected = model(tokens, cache, 0), model.model(tokens, model.model.new_cache(20), 0)
-    assert torch.equal(found, expected) and cache.lengths == [3] * 3
+    model = static()
+    cache = model.new_cache(20)
+    failing = Mock(side_effect=broken)
+    start = 4 * isinstance(broken, torch.OutOfMemoryError)  # of a driver or an allocator
+    if start:
+        model(TOKENS[:, :start], cache, 0)
+        model.step_of(cache).run = failing
+    model.run = failing
+    found = model(TOKENS[:, start:9], cache, start)
+    assert_same(found, model.model(TOKENS[:, :9])[:, start:])
+    assert failing.called and cache.lengths == [9] * 3
     assert model.trouble.startswith("steps run without CUDA graphs: " + said)
-    assert model.why_rows_vary == Steps.why_rows_vary
+    assert model.abilities.why_rows_vary == Steps.abilities.why_rows_vary
     assert "\n" not in model.trouble and not model.used.get(model.new_cache(5))
 
 
+@torch.inference_mode()
 def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     model = static()
-    run = model.run
-
-    def mixes(block, weights, x, angles, mask, entries, *runs):
-        mixed = x + 1e-9 * entries.index[0] * torch.arange(x.shape[2])
-        return run(block, weights, mixed, angles, mask, entries, *runs)
-
-    model.run = mixes
-    with torch.inference_mode():
-        model(torch.tensor([[1, 2, 3]]), model.new_cache(20), 0)
-    assert model.trouble is None and "alone" in model.why_rows_vary
+    model.run = lambda block, weights, x, angles, mask, entries, *runs: gpu.run_block(
+        block,
+        weights,
+        x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]),
+        *(angles, mask, entries, *runs),
+    )
+    model(TOKENS[:, :3], model.new_cache(20), 0)
+    assert model.trouble is None and "alone" in model.abilities.why_rows_vary
 
 
-def test_a_step_that_fails_in_the_middle_of_a_text_costs_speed_and_not_the_text() -> None:
-    """As where a driver or an allocator fails."""
-    model, tokens = static(), torch.arange(9)[None] % VOCAB
-    with torch.inference_mode():
-        cache = model.new_cache(20)
-        found = [model(tokens[:, :4], cache, 0)]
-        model.step_of(cache).run = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-        found += [model(tokens[:, at : at + 1], cache, at) for at in range(4, 9)]
-        expected = model.model(tokens, model.model.new_cache(20), 0)
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-10)
-    assert "CUDA out of memory" in model.trouble and cache.lengths == [9] * 3
+# Functions of rows
+
+
+def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
+    """Each capacity, plan and number of rows is one: the ninth would end the fast steps."""
+    multiply = compile_function(lambda x, number: x * number, backend="eager")
+    for number in range(1, torch._dynamo.config.recompile_limit + 4):
+        assert multiply(torch.ones(number), number).sum() == number**2
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        (probabilities, (None, None, None, None)),
+        (probabilities, (torch.empty(()), None, None, None)),
+        (probabilities, (torch.empty(()),) * 4),
+        (race_at, (torch.empty(1, dtype=torch.int64),)),
+        (inverse_cdf, (torch.empty(1),)),
+    ],
+    ids=["greedy", "temperature", "filters", "race", "ratio"],
+)
+@torch.inference_mode()
+def test_sampling_compiles_into_one_graph(
+    function: Callable[..., Tensor], more: tuple[Tensor | None, ...]
+) -> None:
+    """The branches of a GPU, on the meta device, which has no numbers to read."""
+    arguments = [None if each is None else each.to("meta") for each in more]
+    rows = torch.empty(1, 50, device="meta")
+    found = compile_function(function, backend="aot_eager")(rows, *arguments)
+    assert found.shape == (rows.shape if function is probabilities else (1,))
+
+
+def weigh(rows: Tensor, keys: Tensor, number: float, power: int | None) -> Tensor:
+    """Return a function of rows, of a tensor and a number that may change, and of a constant."""
+    return (rows * number) ** (power or 1) + keys[:, None]
+
+
+@torch.inference_mode()
+def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs, "compile_function", lambda function: function)
+    launch, rows, keys = Launcher(record), torch.randn(19, 11), torch.arange(19)
+    for count, *more in product([1, 5, 19], [0.7, 1.3, 0.7], [None, 2]):
+        given = rows[-count:], keys[-count:], *more
+        torch.testing.assert_close(launch(weigh, *given), weigh(*given))
+    assert len(launch.graphs) == 6 and all(launch.graphs.values())
+
+
+@pytest.mark.parametrize(
+    "compile",
+    [
+        Mock(side_effect=FailOnRecompileLimitHit("no\n more")),
+        lambda function: lambda *arguments: function(*arguments) / 2,
+    ],
+    ids=["compiler", "wrong numbers"],
+)
+@torch.inference_mode()
+def test_a_function_that_cannot_be_launched_is_called_and_a_line_says_so(
+    compile: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(graphs, "compile_function", compile)
+    launch, given = Launcher(record), (torch.randn(2, 9), torch.arange(2), 3.0, None)
+    for _ in range(2):
+        assert torch.equal(launch(weigh, *given), weigh(*given))
+    said = capsys.readouterr().err
+    assert said.startswith("[weigh runs without a CUDA graph: ") and said.count("\n") == 1

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,55 +14,42 @@ import pytest
 from tests.commands import Run
 
 
-@pytest.fixture
-def process(chat_model: Path) -> Iterator[subprocess.Popen[bytes]]:
+def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text(
+    chat_model: Path,
+) -> None:
     script = Path(__file__).parents[2] / "generate.py"
     command = [sys.executable, script, "--serve", "0", "--model", chat_model, "--draft", "none"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
-        yield started
-        started.kill()
-
-
-def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text(
-    process: subprocess.Popen[bytes],
-) -> None:
-    address = process.stdout.readline().decode().strip()
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
-    with urllib.request.urlopen(address + "v1/models", timeout=60) as answer:
-        assert json.load(answer)["data"][0]["id"] == "tiny"
-        assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        assert "server" not in answer.headers
     asked = {"prompt": "the hen", "max_tokens": 1 << 20, "ban": "q", "temperature": 1}
-    request = urllib.request.Request(
-        address + "v1/completions",
-        json.dumps(asked | {"stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as stream:
-        assert stream.readline().startswith(b"data: ")
-        process.send_signal(signal.SIGINT)
-        assert b"the server is stopping" in stream.read()
-    rest, said = process.communicate(timeout=60)
-    assert (process.returncode, rest, said) == (130, b"", b"[Ctrl-C ends it]\n")
+    body = json.dumps(asked | {"stream": True}).encode()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            address = process.stdout.readline().strip()
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
+            with urllib.request.urlopen(address + "v1/completions", body, timeout=60) as stream:
+                assert stream.headers["X-Content-Type-Options"] == "nosniff"
+                assert stream.readline().startswith(b"data: ")
+                process.send_signal(signal.SIGINT)
+                assert b"the server is stopping" in stream.read()
+            rest, said = process.communicate(timeout=60)
+            assert (process.returncode, rest, said) == (130, "", "[Ctrl-C ends it]\n")
+        finally:
+            process.kill()
 
 
-def test_a_wrong_address_and_a_port_in_use_are_refused_before_anything_is_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.session.load_model", None)
-    for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
-        said = run("--serve", address).complaint
-        assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
-    assert "--serve  :1: " in run("--serve", "\udcff:1").complaint
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"--serve {place}: " in run("--serve", place).complaint
-
-
-def test_without_its_libraries_one_line_says_how_to_get_them(
+def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
     chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "app.server.app", raising=False)
+    """Also where the server's libraries are missing: one line says how to get them."""
+    monkeypatch.setattr("app.session.load_model", None)
+    for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
+        said = run("--serve", address, "--model", chat_model).complaint
+        assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"--serve {place}: " in run("--serve", place, "--model", chat_model).complaint
+    monkeypatch.delitem(sys.modules, "app.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = run("--serve", "0", "--model", chat_model).complaint
     assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -38,72 +38,62 @@ CANNOT_RUN: dict[str, tuple[dict[str, Any], str]] = {  # what the config changes
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """Hub with the files of one folder under any name; the name says how it fails.
-
-    ``asked`` holds the method, path and token of each request.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Page)
-        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        self.asked: list[tuple[str, str, str | None]] = []
-
-    def fetched(self, name: str) -> set[str]:
-        """Files of a model that were downloaded."""
-        pages = [path for method, path, _ in self.asked if method == "GET"]
-        return {page.rpartition("/")[2] for page in pages if page.startswith(f"/{name}/resolve/")}
-
-
 class Page(BaseHTTPRequestHandler):
-    """One request to the hub."""
+    """One request to a hub with some files under any name; the name says how it fails."""
 
-    server: Hub
     protocol_version = "HTTP/1.1"
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[tuple[str, str, str | None]]] = []  # method, path and token
 
     def log_message(self, *given: Any) -> None:
         pass
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.command, self.path, self.headers["Authorization"]))
+        """Send a page, cut off within the weights where the model's name says so."""
+        self.asked.append((self.command, self.path, self.headers["Authorization"]))
         path = self.path.partition("?")[0]
+        status, error, data, tag = 404, "EntryNotFound", b"", ""
         if path.endswith(f"/tree/{COMMIT}"):
-            entries = [
-                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-                for name, data in self.server.files.items()
-            ]
-            self.answer(200, json.dumps(entries).encode())
+            status, data = (
+                200,
+                json.dumps(
+                    [
+                        {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
+                        for name, content in self.files.items()
+                    ]
+                ).encode(),
+            )
         elif found := re.fullmatch(r"/(.+)/resolve/(.+)/(.+)", path):
             model, revision, name = found.groups()
-            status, error = STATUS.get(model, (200, ""))
+            tag = f"{model.replace('/', '-')}-{name}"
             if revision not in REVISIONS:
-                status, error = 404, "RevisionNotFound"
-            elif name not in self.server.files:
-                status, error = 404, "EntryNotFound"
-            data = self.server.files[name] if status == 200 else b""
+                error = "RevisionNotFound"
+            elif name in self.files:
+                status, error = STATUS.get(model, (200, ""))
+                data = self.files[name]
             if name == "config.json" and model in CANNOT_RUN:
                 data = json.dumps(LLAMA | CANNOT_RUN[model][0]).encode()
-            self.answer(status, data, error=error, tag=f"{model.replace('/', '-')}-{name}")
-        else:
-            self.answer(404)
-
-    do_HEAD = do_GET
-
-    def answer(self, status: int, data: bytes = b"", *, error: str = "", tag: str = "") -> None:
-        """Send a page, cut off within the weights where the model's name says so."""
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{tag}"')
-        if error:
-            self.send_header("X-Error-Code", error)
+        for header, value in {
+            "Content-Length": len(data),
+            "X-Repo-Commit": COMMIT,
+            "ETag": f'"{tag}"',
+            **({"X-Error-Code": error} if error else {}),
+        }.items():
+            self.send_header(header, str(value))
         self.end_headers()
-        if tag.endswith(".safetensors") and "broken" in self.path:
+        if tag.endswith(".safetensors") and "broken" in path:
             self.close_connection = True
             data = data[: len(data) // 2]
         self.wfile.write(data if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
+
+
+def fetched(name: str) -> set[str]:
+    """Files of a model that were downloaded."""
+    pages = [path for method, path, _ in Page.asked if method == "GET"]
+    return {page.rpartition("/")[2] for page in pages if page.startswith(f"/{name}/resolve/")}
 
 
 @pytest.fixture(scope="module")
@@ -116,20 +106,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Hub]:
-    with Hub(folder) as hub:
+def address(folder: Path) -> Iterator[str]:
+    Page.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
-        yield hub
+        yield f"http://127.0.0.1:{hub.server_port}"
         hub.shutdown()
 
 
 @pytest.fixture
-def hub(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub, with a new cache of the library in ``tmp_path``."""
-    hub = f"http://127.0.0.1:{served.server_port}"
     for name, value in {
-        "ENDPOINT": hub,
-        "HUGGINGFACE_CO_URL_TEMPLATE": f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "ENDPOINT": address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
         "HF_HUB_OFFLINE": False,
         "HF_HUB_CACHE": str(tmp_path),
     }.items():
@@ -137,40 +127,36 @@ def hub(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the pauses between tries
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    served.asked.clear()
-    return served
+    Page.asked.clear()
 
 
-def test_a_model_comes_with_the_files_that_are_read_and_no_others(
-    hub: Hub, folder: Path, tmp_path: Path
+@pytest.mark.usefixtures("hub")
+def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And then runs offline, under the name that it was asked for."""
     found = model_folder("hub/whole")
     ours, theirs = (load_model(each).state_dict() for each in (found, folder))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert {path.name for path in found.iterdir()} == hub.fetched("hub/whole") == needed
-    assert found.is_relative_to(tmp_path) and found.name == COMMIT
-    tokens = {token for _, path, token in hub.asked if "/hub/whole/" in path}
-    assert tokens == {"Bearer hf_secret"}
-
-
-def test_a_cached_model_is_not_downloaded_again_and_runs_offline(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = model_folder("hub/cached")
-    hub.asked.clear()
-    assert model_folder("hub/cached", "v1") == first and not hub.fetched("hub/cached")
+    assert {path.name for path in found.iterdir()} == fetched("hub/whole") == needed
+    assert found.is_relative_to(tmp_path) and shown_name(found) == "hub/whole"
+    assert {token for _, path, token in Page.asked if "/hub/whole/" in path} == {"Bearer hf_secret"}
+    Page.asked.clear()
+    assert model_folder("hub/whole", "v1") == found and not fetched("hub/whole")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert model_folder("hub/cached") == first
+    assert model_folder("hub/whole") == found
     assert "unset HF_HUB_OFFLINE" in refusal(model_folder, "hub/uncached")
 
 
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("name", CANNOT_RUN)
-def test_a_model_that_cannot_run_is_refused_by_its_config_alone(hub: Hub, name: str) -> None:
+def test_a_model_that_cannot_run_is_refused_by_its_config_alone(name: str) -> None:
     assert CANNOT_RUN[name][1] in refusal(model_folder, name)
-    assert hub.fetched(name) == {"config.json"}
+    assert fetched(name) == {"config.json"}
 
 
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
     ("name", "revision", "said"),
     [
@@ -183,7 +169,7 @@ def test_a_model_that_cannot_run_is_refused_by_its_config_alone(hub: Hub, name: 
     ],
 )
 def test_what_the_hub_refuses_is_one_line_with_the_remedy(
-    hub: Hub, name: str, revision: str | None, said: str
+    name: str, revision: str | None, said: str
 ) -> None:
     """Twice: a download that breaks off leaves nothing that looks whole."""
     for _ in range(2):
@@ -193,16 +179,9 @@ def test_what_the_hub_refuses_is_one_line_with_the_remedy(
 def test_a_local_folder_wins_and_has_no_revisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_folder(tmp_path / "hub" / "local")
-    (tmp_path / "hub" / "empty").mkdir()
+    local, empty = write_folder(tmp_path / "hub" / "local"), tmp_path / "hub" / "empty"
+    empty.mkdir()
     monkeypatch.chdir(tmp_path)
-    assert model_folder("hub/local") == Path("hub/local")
+    assert model_folder("hub/local").samefile(local) and shown_name(local) == "local"
     assert "--revision is for models on the hub" in refusal(model_folder, "hub/local", "main")
     assert "no folder 'hub/empty' with" in refusal(model_folder, "hub/empty")
-
-
-def test_a_model_of_the_hub_is_shown_by_its_name_and_not_by_its_commit(tmp_path: Path) -> None:
-    assert (
-        shown_name(tmp_path / "models--org--small-1B" / "snapshots" / "0123abcd") == "org/small-1B"
-    )
-    assert shown_name(tmp_path / "local") == "local"

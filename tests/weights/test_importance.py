@@ -9,6 +9,7 @@ import torch
 
 from model import Decoder
 from model.fast import accelerate
+from tests.calls import recorded
 from weights import importance as module
 from weights.importance import importance, importance_file, input_squares, linear_layers
 from weights.load import load_model, model_folder
@@ -35,29 +36,32 @@ def values(model: Decoder) -> torch.Tensor:
     return torch.cat([model.importance[layer] for layer in linear_layers(model).values()])
 
 
-def test_importance_is_the_mean_square_of_a_layers_inputs() -> None:
+def test_importance_is_the_mean_square_of_a_layers_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = load_model(FOLDER)
     texts = [[1, 2, 3, 4], [5, 6]]
     found = input_squares(model, texts)
     assert found.keys() == linear_layers(model).keys()
-    inputs = []
-    model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, x: inputs.append(x[0][0]))
+    layer = model.layers[1].mlp.down_proj
+    inputs = recorded(monkeypatch, layer, "forward", lambda x: x[0])
     with torch.inference_mode():
         states = torch.cat([model.hidden(torch.tensor([text]))[0] for text in texts])
-    expected = torch.cat(inputs).float().square().mean(0)
-    torch.testing.assert_close(found["1.mlp.down_proj"], expected)
-    assert found["head"].shape == (states.shape[-1],)
+    for name, rows in ("1.mlp.down_proj", torch.cat(inputs)), ("head", model.norm(states)):
+        torch.testing.assert_close(found[name], rows.float().square().mean(0))
 
 
 def test_a_second_start_reads_the_same_importance_on_every_model_object(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Another dtype has another file."""
     first = measured()
-    assert capsys.readouterr().err.count("measuring") == 1
     fast = accelerate(load_model(FOLDER))
     importance(fast, TOKENIZER, FOLDER)
-    assert "measuring" not in capsys.readouterr().err
     assert torch.equal(values(first), values(fast))
+    assert capsys.readouterr().err.count("measuring") == 1
+    other = load_model(FOLDER, torch.float64)
+    assert importance_file(first, FOLDER) != importance_file(other, FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -66,33 +70,25 @@ def test_a_second_start_reads_the_same_importance_on_every_model_object(
 def test_a_damaged_file_is_made_anew_with_one_line(
     damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = measured()
-    file = importance_file(first, FOLDER)
+    file = importance_file(first := measured(), FOLDER)
     content = file.read_bytes()
     file.write_bytes(damage(content))
-    capsys.readouterr()
-    assert torch.equal(values(first), values(measured()))
+    assert torch.equal(values(first), values(measured())) and file.read_bytes() == content
     assert capsys.readouterr().err.count("made anew") == 1
-    assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("fault", ["read-only", "a file in its place"])
+@pytest.mark.parametrize("read_only", [True, False])
 def test_a_folder_that_cannot_be_written_costs_one_line(
-    fault: str,
+    read_only: bool,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if fault == "read-only":
+    """Or that is a file."""
+    if read_only:
         monkeypatch.setattr(os, "access", lambda *_: False)
     else:
         cache.write_text("")
     assert measured().importance
     said = capsys.readouterr().err
     assert said.count("not kept") == 1 and "made anew" not in said
-
-
-def test_another_dtype_has_another_file() -> None:
-    model = load_model(FOLDER, torch.float32)
-    half = load_model(FOLDER, torch.bfloat16)
-    assert importance_file(model, FOLDER) != importance_file(half, FOLDER)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from app.files import read_json
 from model.fast import accelerate
 from tests.configs import FAMILIES, LLAMA3_ROPE, small
 from tests.laws import random_model
@@ -89,15 +90,13 @@ def test_what_is_saved_here_loads_in_transformers_with_the_same_logits(family, t
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_every_config_survives_saving_and_loading(family, data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    ours = random_model(data.draw(configs(family)))
+    """As transformers reads it too."""
+    folder, ours = tmp_path_factory.mktemp("saved"), random_model(data.draw(configs(family)))
     save_model(ours, folder)
-    again = load_model(folder)
+    again, oracle = load_model(folder), oracle_model(read_json(folder / "config.json"), seed=1)
     assert again.config == ours.config and torch.equal(again(TOKENS), ours(TOKENS))
-    oracle = oracle_model(json.loads((folder / "config.json").read_text()), seed=1)
-    torch.testing.assert_close(
-        our_model(oracle)(TOKENS), oracle_logits(oracle, TOKENS), rtol=0, atol=1e-4
-    )
+    expected = oracle_logits(oracle, TOKENS)
+    torch.testing.assert_close(our_model(oracle)(TOKENS), expected, rtol=0, atol=1e-4)
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from tests.decoding.proof.foreign.bigrams import DRAFT, PROMPT, TARGET, TOKENS, 
 block = ModuleType("layerskip_modeling.modeling_layerskip_gemma2")
 block.LayerSkipGemma2ForCausalLM = None
 sys.modules[block.__name__] = block
-loop = foreign("FAST_LLM", "self_speculative_app_self_sepculative_decoding")
+loop = foreign("FAST_LLM", "self_speculative_decoding.run_self_sepculative_decoding")
 sample = loop.sample_next_token
 
 
