@@ -1,5 +1,5 @@
-"""Calls as tests see them: records of the calls of a function, Ctrl-C in some of them, and the status
-of a command.
+"""Calls as tests see them: records of the calls of a function, Ctrl-C in some of them, and a
+command's status.
 """
 
 from collections.abc import Callable
