@@ -41,7 +41,7 @@ readme: .venv/ready-dev $(WEIGHTS)
 # The full product of drafters, parameters, policies, stops and rules, larger vocabularies, bf16 texts of all prompts, and
 # SmolLM2 on three processes.
 prove: .venv/ready-dev $(WEIGHTS)
-	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/scripts
+	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/model/test_step.py tests/scripts
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
@@ -64,6 +64,8 @@ install = $(BIN)/python -m pip install --disable-pip-version-check
 	$(call quietly,making .venv,$(PYTHON) -m venv .venv)
 	$(call quietly,installing torch and other libraries (0.4 GB with torch for CPUs; gigabytes for GPUs),\
 		$(install) -r requirements.txt)
+	@command -v cc >/dev/null || { echo "installing a C compiler, since there is none (ziglang)"; \
+		$(install) ziglang >>$(LOG) 2>&1; }
 	@touch $@
 
 .venv/ready-serve: .venv/ready requirements-serve.txt

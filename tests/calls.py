@@ -1,8 +1,8 @@
-"""Calls as tests see them: records of the calls of a function, Ctrl-C in some of them, the status
-of a command, and the result of a generator.
+"""Calls as tests see them: records of the calls of a function, Ctrl-C in some of them, and a
+command's status.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -41,14 +41,3 @@ def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> int:
         return main(arguments)
     except SystemExit as end:
         return end.code
-
-
-def ended(pieces: Generator[None, None, Any]) -> tuple[int, Any]:
-    """The number of pieces of a generator, and the result that it returns."""
-    count = 0
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return count, end.value
-        count += 1

@@ -3,8 +3,8 @@
  * Each product of two rows is one sum of 16 lanes, to which columns are added from the first to the
  * last, and a fixed tree adds the lanes. Tiles, threads and processors decide only which sums are
  * computed side by side: 16 lanes are one register with AVX-512, two with AVX2, four on ARM. So the
- * bits are the same on all processors but those that multiply pairs of bfloat16 numbers, which round
- * differently (HAS_PAIRS). The C library's mathematics, whose bits vary, are not used. */
+ * bits are the same on all processors but those that multiply pairs of bfloat16 numbers, which
+ * round differently (HAS_PAIRS). The C library's mathematics, whose bits vary, are not used. */
 
 #include <stdint.h>
 #include <string.h>
@@ -204,8 +204,8 @@ typedef struct {         /* linear layer */
     long kind, rows, columns;
 } Matrix;
 
-/* Products. A block is four rows of weights (16 in low bits), which all rows of inputs meet, tile by
- * tile, while it is in the cache. Inputs are rounded before, to what these weights meet. */
+/* Products. A block is four rows of weights (16 in low bits), which all rows of inputs meet, tile
+ * by tile, while it is in the cache. Inputs are rounded before, to what these weights meet. */
 
 typedef struct { /* 32 inputs that meet low bits: codes * scale; total is the sum of all */
     int8_t codes[GROUP];
@@ -224,7 +224,7 @@ INLINE long row_bytes(long kind, long columns) { /* of weights; of 16 rows in lo
     return kind < BF16 ? packed : columns * bytes_of(kind);
 }
 
-/* Round 32 inputs to int8. NaN and infinity, the largest as integers, make the scale one of them. */
+/* Round 32 inputs to int8. NaN and infinity, as integers the largest, make the scale not finite. */
 INLINE void round_group(const float *x, Rounded *out) {
     uint32_t largest = 0;
     int32_t total = 0;
@@ -264,8 +264,8 @@ static void round_inputs(long kind, const float *x, long columns, char *out) {
 
 /* Add the products of 32 columns of four rows of weights with rows of inputs to ``parts`` registers
  * of each sum, from ``part`` on. */
-INLINE void add_columns(long kind, int inputs, int parts, int part, const char *weights, long stride,
-                        const char *x, long x_stride, Floats sums[BLOCK][4][2]) {
+INLINE void add_columns(long kind, int inputs, int parts, int part, const char *weights,
+                        long stride, const char *x, long x_stride, Floats sums[BLOCK][4][2]) {
     int pairs = kind == BF16 && HAS_PAIRS, halves = pairs ? 1 : 2;
 #pragma GCC unroll 2
     for (int p = 0; p < parts; p++)
@@ -301,7 +301,8 @@ typedef struct { /* product of ``count`` rows of weights of a block with rows of
 INLINE void tile(long kind, int inputs, Product p) {
     float lanes[4][BLOCK][LANES] __attribute__((aligned(64)));
     int parts = inputs == 1 && PARTS > 1 ? 2 : 1; /* at a time: enough to occupy the multipliers */
-    long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP), ahead = BLOCK * p.stride;
+    long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP);
+    long ahead = BLOCK * p.stride;
 #pragma GCC unroll 4
     for (int part = 0; part < PARTS; part += parts) {
         Floats sums[BLOCK][4][2] = {0};
@@ -381,8 +382,9 @@ INLINE void code_tile(long kind, int inputs, Product p) {
             for (int n = 0; n < inputs; n++) {
                 const Rounded *of_x = &x[n * groups + group];
                 Ints total = whole(low[n]) + whole(high[n]) * (kind == FOUR ? 1 : 16);
+                Floats products = __builtin_convertvector(total, Floats);
                 sums[n] = fused(zero, all(of_x->total), sums[n]);
-                sums[n] = fused(__builtin_convertvector(total, Floats), scale * of_x->scale, sums[n]);
+                sums[n] = fused(products, scale * of_x->scale, sums[n]);
             }
         }
         long left = least(WIDTH, p.count - WIDTH * part);
@@ -402,7 +404,8 @@ TILES_OF(FOUR)
 TILES_OF(EIGHT)
 TILES_OF(BF16)
 TILES_OF(F32)
-static void (*const tiles[][4])(Product) = {NAMES_OF(FOUR), NAMES_OF(EIGHT), NAMES_OF(BF16), NAMES_OF(F32)};
+static void (*const tiles[][4])(Product) = {
+    NAMES_OF(FOUR), NAMES_OF(EIGHT), NAMES_OF(BF16), NAMES_OF(F32)};
 
 /* Products of a block of ``count`` rows of weights with all rows of inputs, tile by tile. */
 static void multiply(long kind, const char *weights, long count, const char *x, long rows,

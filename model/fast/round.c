@@ -12,10 +12,10 @@ typedef struct {
 INLINE Floats smaller(Floats a, Floats b) { return pick(a < b, a, b); }
 INLINE Floats larger(Floats a, Floats b) { return pick(a > b, a, b); }
 
-INLINE Floats to_bf16(Floats numbers) { /* rounded */
-    for (int lane = 0; lane < WIDTH; lane++)
-        numbers[lane] = wide(narrow(numbers[lane]));
-    return numbers;
+INLINE Floats to_bf16(Floats numbers) { /* rounded as narrow rounds; NaN stays */
+    Uints bits = (Uints)numbers;
+    Floats rounded = (Floats)((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
+    return pick(numbers == numbers, rounded, numbers);
 }
 
 /* Codes 0 to 15 of weights, in float32. */
@@ -27,7 +27,8 @@ INLINE Floats codes_of(Floats weights, Floats inverse, Floats zero) {
 INLINE Floats inverse_of(Floats scale) { return pick(scale > 0.0f, 1.0f / scale, all(0.0f)); }
 
 /* Scale and zero of a group with the least weighted error of the candidates: round_groups. */
-INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *scale, Floats *zero) {
+INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *scale,
+                      Floats *zero) {
     Floats low = weights[0], high = weights[0], mean = all(0.0f), best = mean;
     *scale = *zero = mean;
     for (int i = 0; i < GROUP; i++) {
@@ -65,13 +66,17 @@ INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *
 
 /* 32 weights of 16 rows, from a column on; rows and columns beyond the last repeat it. */
 INLINE void read_group(const Matrix *m, long row, long column, float weights[GROUP][LANES]) {
+    long left = m->columns - column, bytes = bytes_of(m->kind);
     for (int lane = 0; lane < LANES; lane++) {
-        const char *of = m->weights + least(row + lane, m->rows - 1) * row_bytes(m->kind, m->columns);
-        for (int i = 0; i < GROUP; i++) {
-            long place = least(column + i, m->columns - 1);
-            weights[i][lane] = m->kind == F32 ? AT(const float, of + 4 * place)
-                                              : wide(AT(const uint16_t, of + 2 * place));
-        }
+        long stride = row_bytes(m->kind, m->columns);
+        const char *of = m->weights + least(row + lane, m->rows - 1) * stride + column * bytes;
+        float numbers[GROUP];
+        for (long i = 0; i < GROUP; i += WIDTH)
+            AT(FloatsAt, numbers + i) = numbers_at(m->kind, of + i * bytes, left - i);
+        for (long i = left; i < GROUP; i++)
+            numbers[i] = numbers[left - 1];
+        for (int i = 0; i < GROUP; i++)
+            weights[i][lane] = numbers[i];
     }
 }
 
@@ -91,8 +96,10 @@ static void round_to_four(void *argument, long block) {
             for (int i = 0; i < GROUP; i++)
                 weights[i] = AT(FloatsAt, numbers[i] + WIDTH * part);
             best_grid(weights, r->shares + group * GROUP, &scale, &zero);
-            for (int i = 0; i < GROUP; i++)
-                codes[i] = __builtin_convertvector(codes_of(weights[i], inverse_of(scale), zero), Ints);
+            for (int i = 0; i < GROUP; i++) {
+                Floats code = codes_of(weights[i], inverse_of(scale), zero);
+                codes[i] = __builtin_convertvector(code, Ints);
+            }
             for (int v = 0; v < 4; v++)
                 AT(IntsAt, out + 64 * v + 4 * WIDTH * part) =
                     bytes_of_codes(codes + 4 * v) | bytes_of_codes(codes + 16 + 4 * v) << 4;
@@ -113,17 +120,25 @@ static void round_to_eight(void *argument, long block) {
         read_group(r->matrix, block * LANES, group * GROUP, numbers);
         for (int i = 0; i < GROUP; i++)
             for (int lane = 0; lane < LANES; lane++) {
-                float size = as_float(bits_of(numbers[i][lane]) & 0x7FFFFFFF) / 127.0f;
+                float size = as_float(bits_of(numbers[i][lane]) & 0x7FFFFFFF);
                 scales[lane] = size > scales[lane] ? size : scales[lane];
             }
     }
+    for (int lane = 0; lane < LANES; lane++)
+        scales[lane] /= 127.0f;
     for (long group = 0; group < groups; group++) {
         read_group(r->matrix, block * LANES, group * GROUP, numbers);
-        for (int i = 0; i < GROUP; i++)
-            for (int lane = 0; lane < LANES; lane++) {
-                float ratio = scales[lane] > 0.0f ? numbers[i][lane] / scales[lane] : 0.0f;
-                out[group * 512 + i / 4 * 64 + 4 * lane + i % 4] = bits_of(ratio + ROUNDER) + 128;
+        for (int i = 0; i < GROUP * PARTS; i += 4) {
+            Ints codes[4];
+            int part = i / GROUP, first = i % GROUP;
+            Floats scale = AT(FloatsAt, scales + WIDTH * part);
+            for (int column = 0; column < 4; column++) {
+                Floats weight = AT(FloatsAt, numbers[first + column] + WIDTH * part);
+                Floats ratio = pick(scale > 0.0f, weight / scale, all(0.0f));
+                codes[column] = ((Ints)(ratio + (float)ROUNDER) + 128) & 255;
             }
+            AT(IntsAt, out + group * 512 + 16 * first + 4 * WIDTH * part) = bytes_of_codes(codes);
+        }
     }
     memcpy(out + groups * 512, scales, sizeof scales);
 }

@@ -2,8 +2,8 @@
  *
  * It has the order and the names of the readable blocks (model/llama.py, model/gemma2.py), and
  * reads the weights where torch keeps them. model/fast/cpu.py compiles it and fills its structures.
- * A task (threads.h) is done piece by piece on all threads; products are in products.h, the rounding
- * of weights to few bits in round.c. It knows nothing of plans, samples and files.
+ * A task (threads.h) is done piece by piece on all threads; products are in products.h, the
+ * rounding of weights to few bits in round.c. It knows nothing of plans, samples and files.
  *
  * The numbers of a row do not depend on the other rows of the step, by construction: each is the
  * same sums in the same order, of which each is computed by one thread. */
@@ -83,7 +83,8 @@ enum { SHARE = 1 << 13, SHARE_BYTES = 1 << 16 }; /* numbers, and bytes of weight
 static void round_row(void *argument, long row) {
     Step *s = argument;
     long kind = s->matrices->kind, columns = s->matrices->columns;
-    round_inputs(kind, s->x + row * s->x_stride, columns, s->inputs + row * input_bytes(kind, columns));
+    char *out = s->inputs + row * input_bytes(kind, columns);
+    round_inputs(kind, s->x + row * s->x_stride, columns, out);
 }
 
 INLINE long block_rows(const Matrix *matrix) { return matrix->kind < BF16 ? LANES : BLOCK; }
@@ -105,7 +106,7 @@ static void multiply_piece(void *argument, long piece) {
             out[row * s->neurons + i] += m->bias[i];
 }
 
-/* Linear layers, ``count`` matrices, on the same inputs [rows, x_stride] -> [rows, neurons of all]. */
+/* Linear layers, count matrices, on the same inputs: [rows, x_stride] -> [rows, all neurons]. */
 static void project(Step *s, const Matrix *matrices, int count, const float *x, long x_stride,
                     float *out) {
     long pieces = 0, kind = matrices->kind, columns = matrices->columns;
@@ -146,24 +147,25 @@ static void write_entries(void *argument, long piece) {
     Step *s = argument;
     const Model *model = s->model;
     const Span *span = &s->spans[piece];
-    long size = model->size, half = size / 2, heads = model->heads, groups = heads / model->key_heads;
-    long all = heads + 2 * model->key_heads, kind = model->kind;
+    long size = model->size, half = size / 2, kind = model->kind;
+    long heads = model->heads, key_heads = model->key_heads, groups = heads / key_heads;
+    long all = heads + 2 * key_heads;
     for (long number = 0; number < span->rows * all; number++) {
         long row = span->row + number / all, head = number % all; /* of queries, keys, values */
         long position = span->position + number / all, of_key = head - heads;
         float *x = s->qkv + (row * all + head) * size;
         const float *norm = head < heads ? s->layer->q_norm : s->layer->k_norm;
-        if (norm && of_key < model->key_heads)
+        if (norm && of_key < key_heads)
             normalise(x, norm, size, model->eps, x);
-        if (of_key < model->key_heads)
+        if (of_key < key_heads)
             rotate(x, s->layer->cos + position * half, s->layer->sin + position * half, half);
         if (head < heads) {
             long place = (head / groups * s->rows + row) * groups + head % groups;
             round_inputs(kind, x, size, s->queries + place * input_bytes(kind, size));
             continue;
         }
-        char *entry = span->text->entries[2 * (s->layer - model->layers) + of_key / model->key_heads];
-        entry += of_key % model->key_heads * span->text->head_bytes + position * row_bytes(kind, size);
+        char *entry = span->text->entries[2 * (s->layer - model->layers) + of_key / key_heads];
+        entry += of_key % key_heads * span->text->head_bytes + position * row_bytes(kind, size);
         for (long i = 0; i < size; i++)
             if (kind == F32)
                 AT(float, entry + 4 * i) = x[i];
@@ -172,14 +174,14 @@ static void write_entries(void *argument, long piece) {
     }
 }
 
-/* Exponentials of ``count`` scaled scores less the largest, in place; their sum, and the largest. */
+/* Exponentials of scaled scores less the largest, in place; their sum, and the largest. */
 static void weigh(const Model *model, float *scores, long count, float sum[2]) {
     int32_t largest = -0x7F800001;
     for (long i = 0; i < count; i++)
         scores[i] *= model->scale;
     if (model->soft_cap)
         cap(scores, count, model->soft_cap);
-    for (long i = 0; i < count; i++) { /* as integers in the same order: parallel, NaN the largest */
+    for (long i = 0; i < count; i++) { /* as integers of the same order: NaN is the largest */
         int32_t bits = bits_of(scores[i]), ordered = bits ^ (bits >> 31 & 0x7FFFFFFF);
         largest = ordered > largest ? ordered : largest;
     }
@@ -219,7 +221,7 @@ INLINE void add_values(long kind, int queries, const char *values, long count, l
     }
 }
 
-/* The same of any number of queries, for positions [begin, end) of a chunk that begins at ``first``. */
+/* The same of any number of queries, for positions [begin, end); weights are from ``first`` on. */
 static void attend_to(long kind, long queries, const char *values, long first, long begin, long end,
                       long size, const float *weights, float *out, long stride) {
     values += begin * size * bytes_of(kind);
@@ -233,8 +235,8 @@ static void attend_to(long kind, long queries, const char *values, long first, l
                 add_values(F32, n, values, end - begin, size, weights, out, stride);
 }
 
-/* Attention of a span to a chunk, for one key head: into ``parts``, the weighted values of each query
- * head, the sum of the weights, and the largest score. */
+/* Attention of a span to a chunk, for one key head. Of each query head ``parts`` gets the weighted
+ * values, the sum of the weights, and the largest score. */
 static void attend_to_chunk(void *argument, long piece) {
     Step *s = argument;
     const Model *model = s->model;
@@ -262,11 +264,14 @@ static void attend_to_chunk(void *argument, long piece) {
     }
     /* What all rows read is added for all at once; what comes before and after, row by row. */
     long common = begins[rows - 1], until = most(common, ends[0]);
-    float *parts = s->parts + (span->row * model->heads + head * groups) * stride + chunk * (size + 2);
+    float *parts = s->parts + (span->row * model->heads + head * groups) * stride;
+    parts += chunk * (size + 2);
     for (long row = 0; row < rows; row++) {
-        for (long group = 0; group < groups; group++)
-            weigh(model, scores[row * groups + group] + begins[row] - first, ends[row] - begins[row],
-                  parts + (row * model->heads + group) * stride + size);
+        for (long group = 0; group < groups; group++) {
+            float *of = scores[row * groups + group] + begins[row] - first;
+            float *sum = parts + (row * model->heads + group) * stride + size;
+            weigh(model, of, ends[row] - begins[row], sum);
+        }
         attend_to(kind, groups, values, first, begins[row], least(common, ends[row]), size,
                   scores[row * groups], sums[row * groups], size);
     }
@@ -275,7 +280,8 @@ static void attend_to_chunk(void *argument, long piece) {
         attend_to(kind, groups, values, first, most(begins[row], until), ends[row], size,
                   scores[row * groups], sums[row * groups], size);
         for (long group = 0; group < groups; group++)
-            memcpy(parts + (row * model->heads + group) * stride, sums[row * groups + group], 4 * size);
+            memcpy(parts + (row * model->heads + group) * stride, sums[row * groups + group],
+                   4 * size);
     }
 }
 
@@ -334,7 +340,7 @@ static void gated_mlp(Step *s, const float *x, float *out) {
     long size = s->layer->down.columns;
     s->gate_up = room(GATE_UP, 4 * s->rows * 2 * size);
     project(s, s->layer->gate_up, 2, x, s->model->hidden, s->gate_up);
-    run(activate, s, s->rows, SHARE / 8 / size + 1);
+    run(activate, s, s->rows, SHARE / 8 / size + 1); /* exponentials take longer */
     project(s, &s->layer->down, 1, s->gate_up, 2 * size, out);
 }
 
@@ -373,7 +379,7 @@ static void embed(const Model *model, const Text *text, float *x) {
     }
 }
 
-/* Logits [rows of all texts, vocab]; the keys and values of the rows are written into the caches. */
+/* Logits [rows of all texts, vocab]; keys and values of the rows are written into the caches. */
 void step(const Model *model, const Text *texts, long count, float *logits) {
     Step s = {.model = model};
     long hidden = model->hidden, positions = 0;
@@ -393,7 +399,8 @@ void step(const Model *model, const Text *texts, long count, float *logits) {
     }
     s.spans = spans;
     s.chunks = (positions + CHUNK - 1) / CHUNK;
-    long scores = least(positions, CHUNK) * least(s.rows, span_rows) * model->heads / model->key_heads;
+    long queries = least(s.rows, span_rows) * (model->heads / model->key_heads);
+    long scores = least(positions, CHUNK) * queries;
     s.least_chunks = SHARE_SCORES / scores + 1;
     for (long layer = 0; layer < model->num_layers; layer++)
         block(&s, &model->layers[layer], x);

@@ -1,8 +1,8 @@
 /* Threads of a step: the caller and its helpers claim pieces of a task by an atomic counter.
  *
  * Beside another program a helper may lose its core for milliseconds. The caller waits for pieces
- * that a helper has claimed, never for one that has not begun; without any it does all pieces
- * itself. Who does a piece does not change its bits. */
+ * that a helper has claimed, never for one that has not begun; and once it has waited for long, it
+ * does some steps by itself. Who does a piece does not change its bits. */
 
 #include <pthread.h>
 #include <sched.h>
@@ -13,7 +13,8 @@ INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 
 typedef void Task(void *argument, long piece);
-enum { AWAKE = 2000, PATIENCE = 6000 }; /* looks for work before a thread yields, and sleeps */
+enum { AWAKE = 2000, PATIENCE = 6000 }; /* looks before a thread yields, and before it sleeps */
+enum { STALLED = 2400, ALONE = 8 };     /* looks that tell of a lost core; steps without helpers */
 
 static struct {
     _Alignas(64) atomic_long unclaimed; /* pieces; 0 or less if there is none */
@@ -21,7 +22,7 @@ static struct {
     _Alignas(64) atomic_long helpers, share;
     Task *task; /* this and the next two stay until all claimed pieces are done */
     void *argument;
-    long pieces, started, steps;
+    long pieces, started, steps, alone;
     pthread_mutex_t lock;
     pthread_cond_t begun;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER};
@@ -57,7 +58,10 @@ static void *help(void *number) {
     return NULL;
 }
 
-void use_threads(long threads) { /* wakes or starts helpers */
+void use_threads(long threads) { /* wakes or starts helpers, for a step */
+    pool.helpers = 0;
+    if (threads == 1 || pool.alone-- > 0)
+        return;
     pthread_mutex_lock(&pool.lock);
     pool.helpers = threads - 1;
     pool.steps++;
@@ -79,7 +83,10 @@ static void run(Task *task, void *argument, long pieces, long share) { /* at lea
     pool.done = 0;
     pool.unclaimed = pieces;
     long by_helpers = pieces - work();
-    for (long looks = 0; pool.done < by_helpers; looks++)
+    for (long looks = 0; pool.done < by_helpers; looks++) {
         if (looks > AWAKE)
             sched_yield();
+        if (looks > STALLED)
+            pool.alone = ALONE;
+    }
 }

@@ -106,7 +106,7 @@ static void print_steps(long kind, long bits, int rich) {
             for (int which = 0; which < 2; which++)
                 entries[text][layer][which] = malloc(KEY_HEADS * POSITIONS * entry);
     }
-    for (long rows = 1, start = 0; start + rows <= POSITIONS; start += rows, rows = rows % ROWS + 1) {
+    for (long rows = 1, start = 0; start + rows <= POSITIONS; rows = rows % ROWS + 1) {
         int both = rows % 2;
         long written = rows + 3 * both;
         float *logits = malloc(4 * written * VOCAB);
@@ -115,6 +115,7 @@ static void print_steps(long kind, long bits, int rich) {
         step(&model, texts, 1 + both, logits);
         print(rich ? "rich" : "plain", kind, bits, logits, 4 * written * VOCAB);
         free(logits);
+        start += rows;
     }
 }
 

@@ -5,7 +5,6 @@ readable blocks.
 import copy
 import gc
 import math
-import os
 import platform
 import shutil
 import subprocess
@@ -330,11 +329,13 @@ def test_arm_gives_the_same_bits(march: str, tmp_path: Path) -> None:
 
 @needs_cc
 @pytest.mark.prove
-def test_a_step_reads_and_writes_no_memory_of_others(tmp_path: Path) -> None:
+def test_a_step_reads_and_writes_no_memory_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     checks = "-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover"
     for march in other_processors():
         program = compiled_program(BITS, tmp_path, march, *checks)
-        os.environ["ASAN_OPTIONS"] = "detect_leaks=0"
         assert printed(program)
 
 
