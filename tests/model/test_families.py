@@ -90,15 +90,11 @@ def test_initial_weights_have_the_given_spread_and_neutral_norms(family):
 @all_families
 def test_gradients_flow_after_decoding_in_inference_mode(family):
     """Tensors cached in inference mode, such as rotary frequencies, must serve training."""
-    raw = small(family, vocab_size=VOCAB, rope_theta=77.0)
-    model = random_model(raw).requires_grad_()
-    tokens = torch.tensor([[1, 2, 3]])
+    model = random_model(small(family, vocab_size=VOCAB, rope_theta=77.0)).requires_grad_()
     rotary_table.cache_clear()
     with torch.inference_mode():
-        expected = model(tokens)
-    logits = model(tokens)
+        expected = model(torch.tensor([[1, 2, 3]]))
+    logits = model(torch.tensor([[1, 2, 3]]))
     logits.logsumexp(-1).sum().backward()
     torch.testing.assert_close(logits.detach(), expected)
-    assert all(
-        parameter.grad is not None and parameter.grad.any() for parameter in model.parameters()
-    )
+    assert all(each.grad is not None and each.grad.any() for each in model.parameters())
