@@ -89,16 +89,18 @@ def draws_alike(sample: Sample) -> bool:
 
 def with_policy(way: Way, options: Options) -> Way:
     """Return the way with the policy that the options ask for, if they do, behind the confidence
-    gate if asked. A way that is plain stays plain.
+    gate if asked. A way that is plain stays plain, unless ``--gamma`` asks for drafts.
     """
     policy = way.policy
-    if policy.gamma and options.adaptive:
+    if not (policy.gamma or options.gamma):
+        return way
+    if options.adaptive:
         first = START_SAMPLED if options.temperature else START_GREEDY
         longest = options.gamma or (policy.gamma if way.plan else LONGEST_ADAPTIVE)
         policy = AdaptiveExit(getattr(policy, "threshold", first), longest)
-    elif policy.gamma and (options.gamma or options.adaptive is False):
+    elif options.gamma or options.adaptive is False:
         policy = FixedLength(options.gamma or policy.gamma)
-    if policy.gamma and options.min_target_confidence is not None:
+    if options.min_target_confidence is not None:
         policy = ConfidenceGate(policy, options.min_target_confidence)
     return way._replace(policy=policy)
 
