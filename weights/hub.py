@@ -20,7 +20,7 @@ NARROWEST = 2  # bytes per weight in bfloat16 and float16
 
 
 def download(name: str, revision: str | None = None) -> Path:
-    """Folder of a model on the hub, at a branch, tag or commit: ``main`` by default.
+    """Return the folder of a model on the hub, at a branch, tag or commit: ``main`` by default.
 
     Raises InputError for a model that is unknown, gated or cannot run here, and where the download
     fails.
@@ -37,9 +37,9 @@ def download(name: str, revision: str | None = None) -> Path:
 
 
 def check_size(name: str, config: ModelConfig) -> None:
-    """Raises InputError where the weights in the narrowest dtype need more than all free memory."""
+    """Raise InputError where the weights in the narrowest dtype need more than all free memory."""
     needed = parameter_count(config) * NARROWEST
-    gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    gpus = (torch.device("cuda", number) for number in range(torch.cuda.device_count()))
     free = max(free_bytes(torch.device("cpu")), sum(map(free_bytes, gpus)))
     if needed > free:
         raise InputError(
@@ -49,7 +49,7 @@ def check_size(name: str, config: ModelConfig) -> None:
 
 
 def reason_of(error: Exception, revision: str | None) -> str:
-    """Reason of a failed download, and its remedy, to follow the name of the model."""
+    """Return the reason of a failed download, and its remedy, to follow the name of the model."""
     not_cached = (
         "the cache of the hub lacks it: unset HF_HUB_OFFLINE to fetch it"
         if constants.HF_HUB_OFFLINE

@@ -48,9 +48,8 @@ def importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
 def importance_file(model: Decoder, folder: Path) -> Path:
     """Return the file of a model, named by all that determines its importance."""
     dtype = str(model.dtype).removeprefix("torch.")
-    code = version([Path(__file__), PROMPTS_FILE])
-    name = f"{model_fingerprint(folder)}-{dtype}-{code}.safetensors"
-    return cache_folder() / "importance" / name
+    name = f"{model_fingerprint(folder)}-{dtype}-{version([Path(__file__), PROMPTS_FILE])}"
+    return cache_folder() / "importance" / f"{name}.safetensors"
 
 
 def read(path: Path, layers: dict[str, nn.Module]) -> dict[str, Tensor] | None:

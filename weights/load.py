@@ -1,7 +1,8 @@
 """Model folders: their place, config, weights, and fingerprint.
 
 Weights are safetensors. Their headers are compared with the config before memory for weights is
-allocated, and loading takes the memory of the weights and of one stored tensor.
+allocated, and loading takes the memory of the weights and of one stored tensor. Knows nothing of
+options and decoding.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ class StoredTensor:
     dtype: torch.dtype
 
     def read(self, cut: Cut = None) -> Tensor:
-        """Copy of the tensor, or of the part that ``cut`` selects.
+        """Return a copy of the tensor, or of the part that ``cut`` selects.
 
         NumPy copies a whole tensor, in one thread. Torch would start its threads, which wait long
         for each other beside other programs.
@@ -70,19 +71,22 @@ class StoredTensor:
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """Bytes ``[n]`` of a tensor, in its memory."""
+    """Return the bytes ``[n]`` of a tensor, in its memory."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def shown_name(folder: Path) -> str:
-    """Name of a model: its folder's; ORG/NAME in the hub's cache, where a folder is a commit."""
+    """Return the name of a model: its folder's, or ORG/NAME in the hub's cache, where a folder is a
+    commit.
+    """
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return folder.resolve().name
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """Model folder at a path, of this name under ``weights/``, or downloaded from the hub.
+    """Return the model folder at a path, of this name under ``weights/``, or downloaded from the
+    hub.
 
     The first of these that exists is taken; ``revision`` is one on the hub. Raises InputError where
     there is none.
@@ -96,12 +100,13 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         from weights.hub import download  # its library takes long to import
 
         return download(name, revision)
-    known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
+    known = sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
     remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
     if os.path.isfile(WEIGHTS / "configs" / name / "config.json"):
         remedy = f"fetch it: python -m weights.fetch {name}"
     raise InputError(
-        f"no folder {name!r:.200} with a config.json, and weights/ holds {known}: {remedy}"
+        f"no folder {name!r:.200} with a config.json, and weights/ holds {', '.join(known)}:"
+        f" {remedy}"
     )
 
 
@@ -120,10 +125,9 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
         faster = "float32" if read_config(folder).block == "gemma2" else "float16"
     else:
         return dtype
-    asked = name in DTYPES
-    remedy = f"--dtype {faster} is faster" if asked else f"the model runs in {faster}"
+    remedy = f"--dtype {faster} is faster" if name in DTYPES else f"the model runs in {faster}"
     say(f"{slow} is slow in {str(dtype).removeprefix('torch.')}: {remedy}")
-    return dtype if asked else DTYPES[faster]
+    return DTYPES.get(name, DTYPES[faster])
 
 
 def load_model(
@@ -132,7 +136,7 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Shard | None = None,
 ) -> Decoder:
-    """Model of a Hugging Face folder, in eval mode and without gradients.
+    """Return the model of a Hugging Face folder, in eval mode and without gradients.
 
     ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read.
     Raises InputError for anything wrong with the folder.
@@ -150,8 +154,8 @@ def load_model(
         ),
     ):
         model = build(config)
-        shapes = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
-        model.load_state_dict(shapes)  # raises where names or shapes are others
+        # raises where names or shapes are others
+        model.load_state_dict({name: torch.empty(each.shape) for name, each in stored.items()})
         if shard:
             model = build(shard.local)
     dtype = dtype or stored[EMBEDDING].dtype
@@ -179,12 +183,14 @@ def drop_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Config of a Hugging Face folder. Raises InputError for an unsupported architecture."""
+    """Return the config of a Hugging Face folder. Raises InputError for an unsupported
+    architecture.
+    """
     return parse_config(read_json(folder / "config.json"))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of a folder's safetensors files, by name without the ``model.`` prefix.
+    """Return the tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
     They are in one file or in shards. Pickles are not loaded, because opening one can run any code.
     Raises InputError for a missing or damaged file, for quantised tensors and without an embedding.
@@ -221,7 +227,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Stored dtype and shape of each tensor in a safetensors file, as a slice of the library.
+    """Return the stored dtype and shape of each tensor in a safetensors file, as a slice of the
+    library.
 
     Raises InputError for a missing or damaged file.
     """
@@ -231,8 +238,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of each tensor: 16 hex
-    digits.
+    """Return a hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of each
+    tensor: 16 hex digits.
 
     It is fast at any size, and differs after any training step, also of one tensor. So a file made
     for one model is not used with another.

@@ -1,6 +1,7 @@
 """Memory for decoding, by the config: weights, low-bit copies, KV cache, workspace.
 
 Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
+Knows nothing of options and checkpoints.
 """
 
 from collections.abc import Iterable
@@ -54,8 +55,8 @@ def estimate(
     plan: LayerPlan | None = None,
     texts: int = 1,
 ) -> Memory:
-    """Memory for decoding ``texts`` at once, each of up to ``positions`` tokens, of which the first
-    ``prompt`` are the prompt.
+    """Return the memory for decoding ``texts`` at once, each of up to ``positions`` tokens, of
+    which the first ``prompt`` are the prompt.
 
     ``draft_config`` is that of a separate draft model, ``plan`` the layer plan of a draft by the
     target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
@@ -69,9 +70,6 @@ def estimate(
     )
     # Of a layer the MLP takes the most: three tensors of each width at once.
     widest = max(each.hidden_size + each.intermediate_size for each in models)
-    buffers = 0
-    if fast_on is not None:
-        buffers = GPU_BUFFERS if on_gpu else CPU_BUFFERS
     layer = 3 * min(prompt, PREFILL_CHUNK) * widest * dtype.itemsize
     rows = min(longest_draft + 1, max(1, positions - prompt))
     copies = LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES
@@ -82,50 +80,49 @@ def estimate(
         workspace=texts * max(layer, logits),
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
-        buffers=buffers,
+        buffers=0 if fast_on is None else GPU_BUFFERS if on_gpu else CPU_BUFFERS,
     )
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model, a tied head counted once."""
+    """Count the parameters of the model, a tied head counted once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
-    """Bytes of weights that a step under the plan reads, with ``itemsize`` bytes per weight that is
-    not in low bits.
+    """Return the bytes of weights that a step under the plan reads, with ``itemsize`` bytes per
+    weight that is not in low bits.
     """
     # In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
     per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 8: 1.0, 0: 0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
-    head = config.hidden_size * config.vocab_size
     return int(
-        head * per_weight[plan.head]
+        config.hidden_size * config.vocab_size * per_weight[plan.head]
         + attention * sum(per_weight[bits] for bits in plan.attention)
         + mlp * sum(per_weight[bits] for bits in plan.mlp)
     )
 
 
 def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
-    """Bytes of the low-bit copies of a plan."""
+    """Return the bytes of the low-bit copies of a plan."""
     return bytes_read(config, plan, itemsize=0)
 
 
 def has_memory_for(model: Decoder, plans: Iterable[LayerPlan]) -> bool:
-    """Whether the low-bit copies of these plans, if they have any, fit into the free memory."""
+    """Tell whether the low-bit copies of these plans, if there are any, fit into free memory."""
     copies = sum(low_bit_bytes(model.config, plan) for plan in plans)
     return not copies or copies < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the device in bytes; on a CPU, within the limit of the container (control
-    groups, version 2).
+    """Return the free memory of the device in bytes; on a CPU, within the limit of the container
+    (control groups, version 2).
     """
     if device.type == "cuda":
-        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reusable
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         fields = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
@@ -135,15 +132,12 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
-def check_fits(
-    memory: Memory, device: torch.device, sharers: int = 1, optional_copies: int = 0
-) -> str:
-    """Line of needed and free memory; an InputError with it where that is too small.
+def check_fits(memory: Memory, device: torch.device, optional_copies: int = 0) -> str:
+    """Return a line of needed and free memory. Raises InputError with it where that is too small.
 
-    ``sharers`` processes on the device each take as much. ``optional_copies``: bytes of low-bit
-    copies that are made only if they fit.
+    ``optional_copies``: bytes of low-bit copies that are made only if they fit.
     """
-    free = free_bytes(device) // sharers
+    free = free_bytes(device)
     parts = {
         "weights": memory.weights,
         "low-bit copies": memory.low_bit_copies,

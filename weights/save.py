@@ -1,6 +1,10 @@
-"""Saving of a model as a Hugging Face folder: ``config.json`` and ``model.safetensors``."""
+"""Saving of a model as a Hugging Face folder: ``config.json`` and ``model.safetensors``.
+
+Knows nothing of training.
+"""
 
 import shutil
+from itertools import chain
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -37,7 +41,6 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
             save_file(state, temporary, metadata={"format": "pt"})
             write_json(folder / "config.json", config)
         if tokenizer_from is not None and tokenizer_from.resolve() != folder.resolve():
-            files = [file for name in TOKENIZER_FILES for file in tokenizer_from.glob(name)]
-            for path in files:
+            for path in chain.from_iterable(map(tokenizer_from.glob, TOKENIZER_FILES)):
                 with atomic_path(folder / path.name) as temporary:
                     shutil.copyfile(path, temporary)

@@ -103,20 +103,25 @@ class Tokenizer:
                 self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, after a beginning-of-text token where one is expected."""
+        """Return the token ids of a plain prompt, after a beginning-of-text token where one is
+        expected.
+        """
         ids = self.library.encode(
             self.normalise(text), add_special_tokens=self.file_decides_bos
         ).ids
         return ids if self.bos is None else [self.bos, *ids]
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of a text that continues another one: no beginning and no space before it."""
+        """Return the token ids of a text that continues another one: no beginning and no space
+        before it.
+        """
         if self.byte_level:
             return self.library.encode(text, add_special_tokens=False).ids
         return [piece.id for piece in self.library.model.tokenize(text.replace(" ", SPACE_MARK))]
 
     def encode_parts(self, *parts: int | str) -> list[int]:
-        """Token ids of texts and, given as ids, control tokens between them; nothing before.
+        """Return the token ids of texts and, given as ids, control tokens between them; nothing
+        before.
 
         They are encoded together, because a text after a control token may be encoded differently
         from one at the beginning.
@@ -130,8 +135,8 @@ class Tokenizer:
         return [next(control) if number == placeholder else number for number in ids]
 
     def encode_chat(self, messages: Sequence[dict[str, str]], answer: str = "") -> list[int]:
-        """Token ids of a conversation, up to the beginning of the assistant's answer, or up to the
-        end of an ``answer`` that has begun.
+        """Return the token ids of a conversation, up to the beginning of the assistant's answer, or
+        up to the end of an ``answer`` that has begun.
 
         Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of
         control tokens are control tokens in the template, and text in a content. Raises InputError
@@ -149,13 +154,15 @@ class Tokenizer:
         )
 
     def _hide_names(self, text: str) -> str:
-        """Text with a placeholder after each character of every name of a control token."""
+        """Return the text with a placeholder after each character of a name of a control token."""
         return self.any_name.sub(
             lambda found: "".join(character + self.placeholder for character in found[0]), text
         )
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        """Text of a conversation by the chat template, with the variables of transformers."""
+        """Return the text of a conversation by the chat template, with the variables of
+        transformers.
+        """
 
         def refuse(message: str) -> None:
             raise InputError(f"the model's chat template refuses this conversation: {message}")
@@ -166,23 +173,25 @@ class Tokenizer:
         template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # both are a scope
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
-            rendered = environment.from_string(template).render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                raise_exception=refuse,
-                strftime_now=lambda form: datetime.now().strftime(form),
-                **self.names,
+            return as_text(
+                environment.from_string(template).render(
+                    messages=messages,
+                    add_generation_prompt=True,
+                    tools=None,
+                    documents=None,
+                    raise_exception=refuse,
+                    strftime_now=lambda form: datetime.now().strftime(form),
+                    **self.names,
+                )
             )
-            return as_text(rendered)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that a token adds to the text: none for an id outside the vocabulary."""
+        """Return the bytes that a token adds to the text: none for an id outside the vocabulary."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of these tokens from its beginning; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of these tokens from its beginning; bytes that are not UTF-8 become
+        U+FFFD.
 
         It is the concatenation of their ``token_bytes``, without the space that encoding puts
         before a text.
@@ -192,7 +201,8 @@ class Tokenizer:
 
 
 def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
-    """Names of tokens by role, and ids of control tokens by name, from tokenizer_config.json.
+    """Return the names of tokens by role, and ids of control tokens by name, from
+    tokenizer_config.json.
 
     Raises errors of several kinds for a form that transformers does not write.
     """
@@ -210,14 +220,14 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, in
 
 
 def plain_chat(template: Any) -> str | None:
-    """Template for plain chat: the only one, or of several by name the default."""
+    """Return the template for plain chat: the only one, or of several by name the default."""
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     return None if template is None else as_text(template)
 
 
 def as_text(value: Any) -> str:
-    """The value. Raises TypeError or ValueError where it is no string of whole characters."""
+    """Return the value. Raises TypeError or ValueError unless it is a text of whole characters."""
     if not isinstance(value, str):
         raise TypeError(f"a text is wanted, found {value!r:.80}")
     value.encode()  # fails for half of a surrogate pair
@@ -225,8 +235,8 @@ def as_text(value: Any) -> str:
 
 
 def token_ids(value: Any, place: str) -> frozenset[int]:
-    """Set of one token id or of a list of them. Raises InputError, which names the ``place``, for
-    any other value.
+    """Return the set of one token id or of a list of them. Raises InputError, which names the
+    ``place``, for any other value.
     """
     ids = value if isinstance(value, list) else [value]
     if not all(type(each) is int and 0 <= each < LARGEST for each in ids):
@@ -235,14 +245,15 @@ def token_ids(value: Any, place: str) -> frozenset[int]:
 
 
 def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
-    """Tokenizer of a file, which encodes the names of control tokens as text; and the function that
-    normalises a text before it. Only sentencepiece has one. Raises errors of any kind.
+    """Return the tokenizer of a file, which encodes the names of control tokens as text; and the
+    function that normalises a text before it. Only sentencepiece has one. Raises errors of any
+    kind.
     """
-    normalise: Callable[[str], str] = str
-    if path.suffix == ".json":
-        library = tokenizers.Tokenizer.from_file(str(path))
-    else:
-        library, normalise = read_sentencepiece(path)
+    library, normalise = (
+        (tokenizers.Tokenizer.from_file(str(path)), str)
+        if path.suffix == ".json"
+        else read_sentencepiece(path)
+    )
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True  # as text
@@ -250,8 +261,8 @@ def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]
 
 
 def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
-    """Byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text. Raises
-    InputError for a unigram model.
+    """Return the byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text.
+    Raises InputError for a unigram model.
 
     Its file has no merges but a score per piece. A piece is merged from any two pieces, the higher
     its score the earlier. User-defined pieces are found before any merge. They are those of score 0
@@ -298,7 +309,9 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
 
 
 def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
-    """Tokenizer that splits a text into words and digits, and encodes their bytes by ``model``."""
+    """Return a tokenizer that splits a text into words and digits, and encodes their bytes by
+    ``model``.
+    """
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -316,7 +329,7 @@ def control_tokens(
     listed: Mapping[str, int],
     names: Iterable[str],
 ) -> dict[str, int]:
-    """Ids of control tokens by name: those of the tokenizer file, and those that
+    """Return the ids of control tokens by name: those of the tokenizer file, and those that
     tokenizer_config.json has ``listed`` (with ids) or only named.
 
     Of the latter, the tokens in the file's vocabulary become control tokens of the library too. The
@@ -335,7 +348,9 @@ def control_tokens(
 def pieces_of(
     vocabulary: Mapping[str, int], special: Mapping[str, int], byte_level: bool
 ) -> list[bytes]:
-    """Bytes of each token by its id: none for control tokens and for ids without a token."""
+    """Return the bytes of each token by its id: none for control tokens and for ids without a
+    token.
+    """
     largest = max(*vocabulary.values(), *special.values())
     token_ids(largest, "its largest token id")  # a damaged file must not ask for a billion
     pieces = [b""] * (1 + largest)
@@ -345,7 +360,7 @@ def pieces_of(
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """Bytes of a piece, byte-level or of sentencepiece.
+    """Return the bytes of a piece, byte-level or of sentencepiece.
 
     A byte-level piece with a character outside the alphabet is an added token, in plain text.
     Sentencepiece writes a raw byte as ``<0x0A>``.

@@ -12,6 +12,7 @@ import torch
 
 from model.decoder import Decoder, Steps
 from model.device import multiplies_bf16
+from model.errors import InputError
 
 
 class PreparedDecoder(Steps):
@@ -32,8 +33,8 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
     """Model of the same weights whose steps are fast on its device.
 
     Without ``compiled``, and where there are no faster steps, the model itself is returned,
-    unchanged; a line on stderr says so if only Numba is missing. Elsewhere the model is changed too
-    (its ``attend`` and ``twins``): it reads prompts and rounds weights by faster functions.
+    unchanged; a line on stderr says so where only a C compiler is missing. Elsewhere the model is
+    changed too (its ``attend`` and ``twins``): it reads prompts by faster functions.
     """
     if not compiled:
         return model
@@ -41,17 +42,15 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
         from model.fast.gpu import StaticDecoder
 
         return StaticDecoder(model, model.device.type == "cuda")
-    if model.dtype == torch.float64:
+    if model.dtype not in (torch.bfloat16, torch.float32):
         return model
-    if reason := why_not_compiled():
-        print(
-            f"steps are the readable blocks', several times slower, without numba: {reason}",
-            file=sys.stderr,
-        )
-        return model
-    from model.fast.cpu.decoder import FastDecoder
+    from model.fast.cpu import FastDecoder
 
-    return FastDecoder(model)
+    try:
+        return FastDecoder(model)
+    except InputError as error:
+        print(f"steps are the readable blocks', several times slower: {error}", file=sys.stderr)
+        return model
 
 
 def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
@@ -64,12 +63,3 @@ def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
         return (4,) if multiplies_bf16(device) else ()
     has_triton = find_spec("triton") is not None
     return (4,) if has_triton and torch.cuda.get_device_capability(device) >= (7, 5) else ()
-
-
-def why_not_compiled() -> str | None:
-    """Reason why Numba cannot compile and run steps here; None where it can."""
-    try:
-        import numba
-    except (ImportError, ValueError) as error:  # not installed, or its settings are wrong
-        return " ".join(str(error).split())
-    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None

@@ -3,13 +3,14 @@ readable blocks.
 """
 
 import copy
-import errno
+import gc
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -22,27 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model import Decoder, LayerPlan
-from model.fast import accelerate
+from model import LOW_BITS, Decoder, LayerPlan
+from model.fast import accelerate, compiled
+from model.fast.cpu import FastDecoder
 from tests import laws
-from tests.calls import ended
 from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans
 
-numba = pytest.importorskip(
-    "numba", reason="the compiled step needs numba: pip install -r requirements.txt"
-)
-
-from numba.np.ufunc import parallel  # noqa: E402
-
-from model.fast.cpu import dot, elements, kernels  # noqa: E402
-from model.fast.cpu.decoder import FastDecoder  # noqa: E402
-from model.fast.cpu.rounding import pack  # noqa: E402
-from model.fast.cpu.step import step as compiled_step  # noqa: E402
-from model.quantise import quantise, round_inputs  # noqa: E402
-
 VOCAB = 37
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (*range(1, 18), 64, 65)
 
 GEMMA = {
@@ -118,7 +107,7 @@ def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits"), [*((dtype, None) for dtype in DTYPES), *product(DTYPES[1:2], dot.LOW_BITS)]
+    ("dtype", "bits"), [*((dtype, None) for dtype in DTYPES), *product(DTYPES[1:], LOW_BITS)]
 )
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
@@ -152,7 +141,6 @@ def test_the_bits_of_a_row_do_not_depend_on_threads_capacity_or_other_texts(name
     cache = model.new_cache(40, batch=70)
     found.append(torch.cat([model(texts[:, :5], cache, 0), model(texts[:, 5:], cache, 5)], 1)[3:4])
     assert all(torch.equal(each, found[0]) for each in found)
-    assert not parallel._is_initialized, "steps have threads of their own, without Numba's beside"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
@@ -206,13 +194,10 @@ def test_float32_logits_are_the_readable_blocks(
         assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(
-    name: str, dtype: torch.dtype
-) -> None:
-    narrow, text = random_model(name, dtype), tokens_for(60)
+def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name: str) -> None:
+    narrow, text = random_model(name), tokens_for(60)
     exact, readable = copy.deepcopy(narrow).float()(text), narrow(text).float()
     found = accelerate(narrow)(text, narrow.new_cache(60), 0)
     assert (found - exact).abs().mean() < (readable - exact).abs().mean()
@@ -223,12 +208,12 @@ def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, text = accelerate(random_model("llama")), tokens_for(200)
-    cache, step = model.new_cache(200), Mock(wraps=compiled_step)
-    monkeypatch.setattr("model.fast.cpu.decoder.step", step)
+    cache, call = model.new_cache(200), Mock(wraps=compiled.call)
+    monkeypatch.setattr("model.fast.cpu.call", call)
     model.prefill(text[:, :100], cache)
-    assert not step.called and cache.length == 100
+    assert not call.called and cache.length == 100
     model(text[:, 100:], cache, 100)
-    assert [len(call.args[1].tokens) for call in step.call_args_list] == [64, 36]
+    assert [each.args[2][0].rows for each in call.call_args_list] == [64, 36]
     assert cache.length == 200
 
 
@@ -255,7 +240,7 @@ def test_the_weights_are_not_copied() -> None:
     fast = accelerate(readable)
     fast(tokens_for(3), fast.new_cache(8), 0)
     assert [parameter.data_ptr() for parameter in fast.model.parameters()] == before
-    assert not fast.low_bits
+    assert not fast.copies
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -275,232 +260,195 @@ def test_non_finite_numbers_reach_the_logits_and_no_other_row(name: str, broken:
             assert torch.equal(model(text[:, :1], cache, 2, plan), alone[:, 2:])
 
 
-def dots(kind: int, x_kind: int) -> Callable[..., np.ndarray]:
-    """Function for dot products of a block of weights, given by address, with rows of inputs."""
-
-    @numba.njit
-    def multiply(w, stride, x, columns, count):
-        out = np.zeros((len(x), count), np.float32)
-        dot.dot(
-            kind,
-            x_kind,
-            w,
-            stride,
-            x.ctypes.data,
-            x.strides[0],
-            len(x),
-            columns,
-            out.ctypes.data,
-            out.strides[0],
-            count,
-        )
-        return out * np.float32(1)  # keeps "out" until it is written
-
-    return multiply
+@pytest.mark.parametrize("bits", LOW_BITS)
+@torch.inference_mode()
+def test_a_step_keeps_the_copies_that_it_reads_whatever_replaces_them(bits: int) -> None:
+    """Importance that is measured later, other plans and other copies change nothing under it."""
+    model, text = accelerate(random_model("llama")), tokens_for(20)
+    plan = LayerPlan.full(3).in_bits(bits, bits)
+    expected = model(text, model.new_cache(20), 0, plan)
+    parts = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    model.importance.update((part, torch.rand(part.in_features)) for part in parts)
+    model.prepare(LayerPlan.full(3).in_bits(bits))
+    model.copies = {key: torch.zeros_like(each) for key, each in model.copies.items()}
+    gc.collect()
+    torch.full((1 << 22,), 255, dtype=torch.uint8)  # where freed memory is used again
+    assert torch.equal(model(text, model.new_cache(20), 0, plan), expected)
 
 
-def random_matrix(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
+def compiled_program(source: Path, folder: Path, *flags: str, by: str = "cc") -> Path:
+    """A program of one C file, by the flags of the step."""
+    made = folder / f"program{len(list(folder.iterdir()))}"
+    kept = [flag for flag in compiled.FLAGS if flag != "-shared"]
+    subprocess.run([by, *kept, *flags, str(source), "-o", str(made)], check=True)
+    return made
 
 
-@pytest.fixture(params=[True, False], ids=["special instructions", "none"])
-def special(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor's special instructions, and without."""
-    for name in ("HAS_VDPBF16PS", "HAS_VPDPBUSD"):
-        monkeypatch.setattr(dot, name, getattr(dot, name) and request.param)
+def printed(*command: object) -> str:
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=True
+    ).stdout
 
 
-@pytest.mark.parametrize(
-    ("kind", "x_kind", "dtype"),
-    [
-        (dot.BF16, dot.BF16, torch.bfloat16),
-        (dot.F16, dot.F32, torch.float16),
-        (dot.F32, dot.F32, torch.float32),
-    ],
+BITS = Path(__file__).with_name("bits.c")
+needs_cc = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler named cc")
+is_x86 = platform.machine() in ("x86_64", "AMD64")
+
+
+def other_processors() -> Iterator[str]:
+    """Options of processors whose instructions this one has, without pairs of bfloat16 numbers."""
+    has = Path("/proc/cpuinfo").read_text() if is_x86 and sys.platform == "linux" else ""
+    for march, feature in (
+        ("haswell", "avx2"),
+        ("alderlake", "avx_vnni"),
+        ("skylake-avx512", "avx512bw"),
+        ("cascadelake", "avx512_vnni"),
+    ):
+        if feature in has.split():
+            yield f"-march={march}"
+
+
+@needs_cc
+def test_all_processors_give_the_same_bits(tmp_path: Path) -> None:
+    """But those that multiply pairs of bfloat16 numbers: each has its own."""
+    found = {printed(compiled_program(BITS, tmp_path, march)) for march in other_processors()}
+    assert len(found) <= 1 and all(len(set(each.split())) > 800 for each in found)
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(
+    not (is_x86 and shutil.which("aarch64-linux-gnu-gcc") and shutil.which("qemu-aarch64")),
+    reason="needs gcc-aarch64-linux-gnu and qemu-user",
 )
-def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
-    special: None, kind: int, x_kind: int, dtype: torch.dtype
-) -> None:
-    multiply = dots(kind, x_kind)
-    for columns in (5, 64, 200):
-        x, rows = random_matrix(17, columns), random_matrix(dot.BLOCK_ROWS, columns).to(dtype)
-        x = x.bfloat16() if x_kind == dot.BF16 else x
-        inputs = x.view(torch.int16).numpy() if x_kind == dot.BF16 else x.numpy()
-        block = rows.data_ptr(), rows.stride(0) * rows.itemsize
-        found = multiply(*block, inputs, columns, len(rows))
-        np.testing.assert_allclose(found, x.double() @ rows.double().T, atol=1e-4)
-        for row, count in product(range(17), range(1, len(rows) + 1)):
-            some = multiply(*block, inputs[row : row + 1 + row % 3], columns, count)
-            assert np.array_equal(some, found[row : row + 1 + row % 3, :count])
+@pytest.mark.parametrize("march", ["armv8-a", "armv8.2-a+dotprod"])
+def test_arm_gives_the_same_bits(march: str, tmp_path: Path) -> None:
+    cross = "aarch64-linux-gnu-gcc"
+    arm = compiled_program(BITS, tmp_path, f"-march={march}", "-static", by=cross)
+    here = compiled_program(BITS, tmp_path, "-march=haswell")
+    assert printed("qemu-aarch64", arm) == printed(here)
 
 
-@numba.njit
-def rounded_inputs(x: np.ndarray) -> np.ndarray:
-    found = np.zeros((len(x), 4 * x.shape[1] + 128), np.uint8)
-    for row in range(len(x)):
-        elements.round_to_int8(x[row], found[row].ctypes.data)
-    return found
+@needs_cc
+@pytest.mark.prove
+def test_a_step_reads_and_writes_no_memory_of_others(tmp_path: Path) -> None:
+    checks = "-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover"
+    for march in other_processors():
+        program = compiled_program(BITS, tmp_path, march, *checks)
+        os.environ["ASAN_OPTIONS"] = "detect_leaks=0"
+        assert printed(program)
 
 
-@pytest.mark.parametrize(("bits", "kind"), dot.LOW_BITS.items())
-def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kind: int) -> None:
-    multiply = dots(kind, dot.INT8)
-    for columns in (5, 64, 200):
-        for count in (1, 13, 16):
-            x, weight = random_matrix(7, columns), random_matrix(count, columns)
-            rounded, width = quantise(weight, bits), -(-columns // 32) * 32
-            _, operand = ended(pack(weight, bits, None))
-            inputs = rounded_inputs(x.numpy())
-            low = multiply(operand.data_ptr(), 0, inputs, width, count)
-            exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T
-            np.testing.assert_allclose(low, exact, atol=0.02 * exact.abs().max().item())
-            alone = [multiply(operand.data_ptr(), 0, each[None], width, count) for each in inputs]
-            assert np.array_equal(np.concatenate(alone), low)
+NUMBERS = """
+#include "%s"
+void narrow_all(const float *x, uint16_t *out, long count) {
+    for (long i = 0; i < count; i++) out[i] = narrow(x[i]);
+}
+void exponentials(const float *x, float *out, long count) {
+    for (long i = 0; i < count; i++) out[i] = exponential(x[i]);
+}
+void tangents(const float *x, float *out, long count) {
+    for (long i = 0; i < count; i++) out[i] = tangent(x[i]);
+}
+"""
 
 
-@np.errstate(invalid="ignore")
-def of_each(function: Callable[[float], float], x: np.ndarray) -> np.ndarray:
-    """A compiled function of each number."""
-    return numba.vectorize(lambda number: function(number))(x)
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Functions of single numbers of ``products.h``, for arrays."""
+    if not shutil.which("cc"):
+        pytest.skip("there is no C compiler named cc")
+    source = tmp_path_factory.mktemp("numbers") / "numbers.c"
+    source.write_text(NUMBERS % compiled.STEP)
+    made = compiled_program(source, source.parent, *compiled.target()[0].split(), "-shared")
+    library = compiled.ctypes.CDLL(str(made))
+
+    def apply(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+        out = np.empty(len(x), dtype)
+        places = [compiled.c_void_p(each.ctypes.data) for each in (x, out)]
+        getattr(library, name)(*places, compiled.c_long(len(x)))
+        return out
+
+    return apply
 
 
-def converted(convert: Callable[..., None], kind: int, row: np.ndarray, out: np.ndarray) -> None:
-    """Fill ``out`` with the numbers of ``row``, by an instruction of ``dot``."""
-
-    @numba.njit
-    def run(row, out):
-        convert(kind, row.ctypes.data, len(row), out.ctypes.data)
-        return row[0] + out[0]  # keeps both until they are read
-
-    run(row, out)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [(dot.BF16, torch.bfloat16), (dot.F16, torch.float16)])
-def test_narrow_numbers_are_rounded_as_torch_rounds_them(kind: int, dtype: torch.dtype) -> None:
+def test_narrow_numbers_are_rounded_as_torch_rounds_them(numbers: Any) -> None:
     """For every exponent, ties, subnormal numbers, infinity and NaN."""
     x = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
-    x[:100_000] &= np.uint32(0xFFFFF000)  # ties of float16
-    x[:50_000] &= np.uint32(0xFFFF8000)  # and of bfloat16
-    extremes = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8])
+    x[:50_000] &= np.uint32(0xFFFF8000)  # ties
+    extremes = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 3.4e38])
     x = np.concatenate([x.view(np.float32), extremes])
-    found = torch.empty(len(x), dtype=dtype)
-    converted(dot.narrow_row, kind, x, found.view(torch.int16).numpy())
-    right = torch.from_numpy(x).to(dtype)
+    found = torch.from_numpy(numbers("narrow_all", x, np.int16)).view(torch.bfloat16)
+    right = torch.from_numpy(x).bfloat16()
     is_nan = right.isnan()
     assert torch.equal(found.isnan(), is_nan)
     assert torch.equal(found[~is_nan].view(torch.int16), right[~is_nan].view(torch.int16))
 
 
-def test_float16_numbers_are_widened_exactly() -> None:
-    halves, wide = np.arange(2**16, dtype=np.uint16), np.empty(2**16, np.float32)
-    converted(dot.widen_row, dot.F16, halves, wide)
-    assert np.array_equal(wide, halves.view(np.float16).astype(np.float32), equal_nan=True)
-
-
-def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
+def test_exponential_and_tangent_have_the_precision_of_float32(numbers: Any) -> None:
     x = np.float32([*np.linspace(-86, 86, 100_001), 0, np.nan, 200, -200, np.inf, -np.inf])
-    power, tangent = of_each(elements.exponential, x), of_each(elements.hyperbolic_tangent, x)
-    assert power.dtype == tangent.dtype == np.float32
+    power, tangent = numbers("exponentials", x), numbers("tangents", x)
     np.testing.assert_allclose(power[:-5], np.exp(x[:-5].astype(np.float64)), rtol=2e-7)
     np.testing.assert_allclose(tangent, np.tanh(x.astype(np.float64)), atol=3e-7)
     assert np.isnan(power[-5]) and power[-4] == power[-2] < np.inf and 0 < power[-3] == power[-1]
 
 
-def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edited dot product or constant is compiled again, though no file of a step is changed."""
-    sources = [Path(shutil.copy(source, tmp_path)) for source in kernels.SOURCES]
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
-    folder = kernels.kernel_folder(sources)
-    assert folder.is_dir() and folder.parent == tmp_path / "kept"
-    assert kernels.kernel_folder(sources) == folder
-    for edited in ("dot.py", "quantise.py"):
-        before = kernels.kernel_folder(sources)
-        (tmp_path / edited).write_text("# edited")
-        assert kernels.kernel_folder(sources) != before
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and nothing compiled."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "library", compiled.functools.cache(compiled.library.__wrapped__))
+    return tmp_path / "cache" / "step"
 
 
-def declared(number: int) -> Callable[[int], int]:
-    """A function whose compiled code is kept."""
-
-    @numba.njit(cache=True)
-    def plus(x: int) -> int:
-        return x + number
-
-    return plus
-
-
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-@pytest.mark.parametrize("damage", [b"", b"half", b"\0" * 99], ids=["empty", "half", "zeros"])
-def test_damaged_kept_code_is_compiled_again(
-    suffix: str, damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    assert declared(1)(1) == 2
-    (file,) = tmp_path.glob(f"*.{suffix}")
-    file.write_bytes(file.read_bytes()[:99] if damage == b"half" else damage)
-    assert declared(1)(1) == 2
-    again = declared(1)
-    assert again(1) == 2 and again.stats.cache_hits, "it is whole again"
-
-
-def test_a_full_disk_and_a_folder_that_cannot_be_used_cost_only_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is left in the temporary folder."""
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "file").touch()
-    with monkeypatch.context() as environment:  # which Numba reads again when it changes
-        environment.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
-        unusable = kernels.kernel_folder()
-    for folder in (unusable, tmp_path):
-        monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
-        assert declared(2)(1) == 3
-        full = OSError(errno.ENOSPC, "No space left on device")
-        monkeypatch.setattr(os, "replace", Mock(side_effect=full))
-    assert {path.name for path in tmp_path.rglob("*")} == {"temporary", "file"}
-
-
-def test_where_numba_is_missing_or_cannot_run_the_readable_blocks_run_and_a_line_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, said = random_model("llama"), []
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    wrong = Mock(side_effect=ValueError("Number of threads specified\nmust be > 0."))
-    monkeypatch.setattr(sys, "meta_path", [Mock(find_spec=wrong), *sys.meta_path])
-    for module in ({"numba": numba}, {"numba": None}, {}):
-        monkeypatch.delitem(sys.modules, "numba", raising=False)
-        sys.modules.update(module)
-        assert accelerate(model) is model
-        said += capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and "NUMBA_DISABLE_JIT" in said[0] and "must be > 0" in said[2]
-    assert "without numba: import of numba" in said[1]
-    assert model.why_rows_vary and "\n" not in model.why_rows_vary
-
-
-def test_a_processor_that_cannot_convert_float16_computes_in_float32(
+@needs_cc
+def test_the_step_is_compiled_once_for_its_source_and_processor(
+    kept: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("model.fast.cpu.decoder.CONVERTS_FLOAT16", False)
-    assert accelerate(random_model("llama", torch.float16)).kind == dot.F32
+    """And again where what is kept is damaged."""
+
+    def files_after_a_run() -> list[Path]:
+        compiled.library.cache_clear()
+        compiled.library()
+        return sorted(kept.iterdir())
+
+    (first,) = files_after_a_run()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert files_after_a_run() == [first] and not capsys.readouterr().err
+    monkeypatch.setenv("SPECDEC_MARCH", "native -O1")
+    assert len(files_after_a_run()) == 2 and "compiling" in capsys.readouterr().err
+    monkeypatch.delenv("SPECDEC_MARCH")
+    kept = kept.rename(tmp_path / "step")  # another name: a process loads each name once
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    (kept / first.name).write_bytes(b"half")
+    assert len(files_after_a_run()) == 2 and "compiling" in capsys.readouterr().err
+    assert (kept / first.name).stat().st_size > 10_000
 
 
-def test_in_float64_the_readable_blocks_run() -> None:
-    model = random_model("llama", torch.float64)
+@needs_cc
+def test_a_folder_that_cannot_be_used_costs_only_time(kept: Path) -> None:
+    kept.parent.touch()
+    assert compiled.library().step and not kept.exists()
+
+
+def test_where_no_compiler_works_the_readable_blocks_run_and_a_line_says_why(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = random_model("llama")
+    monkeypatch.setattr("model.fast.cpu.library", compiled.library)
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    assert accelerate(model) is model and not kept.exists()
+    assert "pip install ziglang" in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setattr(compiled, "compiler", lambda: [sys.executable])
+    assert accelerate(model) is model
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot compile step.c" in said and model.abilities.why_rows_vary
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_in_other_dtypes_the_readable_blocks_run(dtype: torch.dtype) -> None:
+    model = random_model("llama", dtype)
     assert accelerate(model) is model and isinstance(accelerate(model.float()), FastDecoder)
-
-
-def few_logits() -> list[float]:
-    model = accelerate(random_model("llama"))
-    with torch.inference_mode():
-        return model(tokens_for(9), model.new_cache(16), 0).flatten().tolist()
-
-
-def test_a_step_reads_no_memory_that_it_has_freed() -> None:
-    """glibc overwrites freed memory in a process with MALLOC_PERTURB_."""
-    code = "from tests.model.test_step import few_logits; print(few_logits())"
-    overwriting = os.environ | {"MALLOC_PERTURB_": "165"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=overwriting, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == f"{few_logits()}\n"

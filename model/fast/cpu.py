@@ -1,0 +1,233 @@
+"""Decoder on a CPU: short steps are ``step.c``, prompts are read by torch on the same weights.
+
+Gives the weights of a plan to the step, by address. Knows nothing of samples, drafts and files of
+weights.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from ctypes import c_long, c_void_p
+
+import torch
+from torch import Tensor, nn
+
+from model import FULL, LOW_BITS, Decoder, KVCache, LayerPlan
+from model.decoder import Abilities
+from model.fast import PreparedDecoder
+from model.fast.compiled import Layer, Matrix, Model, Text, call, library
+from model.layers import RMSNorm, attend_causally, rotary_table
+from model.quantise import GROUP, shares_of
+
+KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
+MOST_ROWS = 64  # of a step
+UNLIMITED = 1 << 60  # positions
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class FastDecoder(PreparedDecoder):
+    """``Decoder`` on a CPU in bfloat16 or float32, with compiled steps.
+
+    The bits of a position's logits and cache entries do not depend on the other rows of the step,
+    of this text or of others. (``prefill``, in long chunks, does not promise this.)
+    """
+
+    abilities = Abilities(LOW_BITS, shares_steps=True, why_rows_vary=None)
+
+    def __init__(self, model: Decoder) -> None:
+        library()
+        super().__init__(model)
+        model.attend = attend_by_flash
+        self.full = LayerPlan.full(self.num_layers)
+        self.plans: dict[LayerPlan, Weights] = {}
+        self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
+
+    def prepare(self, plan: LayerPlan, positions: int = 1) -> "Weights":
+        """Make the low-bit copies of a plan now, and return its weights, with rotary angles for
+        these positions at least.
+        """
+        found = self.plans.get(plan)
+        if found is None or found.positions < positions:
+            found = self.plans[plan] = Weights(self, plan, positions)
+        return found
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        start: int = 0,
+        plan: LayerPlan | None = None,
+    ) -> Tensor:
+        """Logits ``[batch, T, vocab]`` float32 after tokens ``[batch, T]`` from ``start`` on."""
+        if cache is None:
+            return self.model(tokens, cache, start, plan)
+        return self.together([(tokens, cache, start)], plan)[0]
+
+    def together(
+        self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
+    ) -> list[Tensor]:
+        """Logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as possible.
+
+        Each call has its own cache. The logits of a call have the same bits as alone.
+        """
+        plan = plan or self.full
+        for tokens, cache, start in calls:
+            cache.claim(plan.attention_layers, start, tokens.shape[1])
+        weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
+        calls = [(tokens.contiguous(), cache, start) for tokens, cache, start in calls]
+        rows = [tokens.numel() for tokens, _, _ in calls]
+        logits = torch.empty(sum(rows), self.vocab_size)
+        first = 0  # row of a step
+        for texts in steps_of(calls):
+            place = c_void_p(logits[first:].data_ptr())
+            array = (Text * len(texts))(*texts)
+            call("step", ctypes.byref(weights.model), array, c_long(len(texts)), place)
+            first += sum(text.rows for text in texts)
+        by_call = zip(logits.split(rows), calls, strict=True)
+        return [each.view(*tokens.shape, -1) for each, (tokens, _, _) in by_call]
+
+    def copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
+        """Copy of a weight in few bits, by the importance of its inputs."""
+        if (product, bits) not in self.copies:
+            importance = self.importance.get(product)
+            self.copies[product, bits] = rounded(product.weight.detach(), bits, importance)
+        return self.copies[product, bits]
+
+
+class Weights:
+    """Weights of a model under a plan as the step reads them, by address, with rotary angles.
+
+    It owns all tensors there, whatever becomes of the model's, as long as a step may read them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, fast: FastDecoder, plan: LayerPlan, positions: int) -> None:
+        self.owned: list[object] = []
+        self.copy = fast.copy
+        self.positions = 1 << (positions - 1).bit_length()
+        config = fast.config
+        model = fast.model
+        angles = {}
+        for rope in set(config.ropes):  # one half of each: the other repeats it
+            tables = rotary_table(
+                rope, config.head_dim, self.positions, torch.float32, model.device
+            )
+            angles[rope] = [self.address(each.chunk(2, 1)[1].contiguous()) for each in tables]
+        layers = (Layer * config.num_layers)()
+        parts = zip(layers, model.layers, plan.attention, plan.mlp, strict=True)
+        for number, (layer, block, attention, mlp) in enumerate(parts):
+            of = block.self_attn
+            layer.qkv = tuple(
+                self.matrix(each, attention) for each in (of.q_proj, of.k_proj, of.v_proj)
+            )
+            layer.o = self.matrix(of.o_proj, attention)
+            layer.gate_up = tuple(
+                self.matrix(each, mlp) for each in (block.mlp.gate_proj, block.mlp.up_proj)
+            )
+            layer.down = self.matrix(block.mlp.down_proj, mlp)
+            norms = [self.scales(part) for part in block.children() if isinstance(part, RMSNorm)]
+            layer.attention_norm, *post, layer.mlp_norm = norms[:3] if norms[3:] else norms
+            if post:
+                layer.attention_post_norm, layer.mlp_post_norm = *post, norms[3]
+            if config.head_norms:
+                layer.q_norm, layer.k_norm = map(self.scales, (of.q_norm, of.k_norm))
+            layer.cos, layer.sin = angles[config.ropes[number]]
+            layer.window = config.windows[number] or UNLIMITED
+        self.owned.append(layers)
+        self.model = Model(
+            layers=ctypes.addressof(layers),
+            embedding=self.address(model.embed_tokens.weight),
+            norm=self.scales(model.norm),
+            head=self.matrix(model.lm_head or model.embed_tokens, plan.head),
+            num_layers=config.num_layers,
+            kind=KINDS[model.dtype],
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            key_heads=config.num_kv_heads,
+            size=config.head_dim,
+            embedding_scale=model.embedding_scale,
+            eps=config.norm_eps,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap or 0,
+            final_soft_cap=config.final_soft_cap or 0,
+            is_gelu=config.block == "gemma2",
+        )
+
+    def address(self, tensor: Tensor) -> int:
+        """Address of a tensor, which is kept."""
+        self.owned.append(tensor)
+        return tensor.data_ptr()
+
+    def matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> ctypes.Structure:
+        """Weights of a linear layer in these bits; 0 is none."""
+        if not bits:
+            return Matrix()
+        weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
+        kind = KINDS[product.weight.dtype] if bits == FULL else bits
+        bias = getattr(product, "bias", None)
+        bias = None if bias is None else self.address(bias.float())
+        return Matrix(self.address(weight), bias, kind, *product.weight.shape)
+
+    def scales(self, norm: RMSNorm) -> int:
+        """Address of the factors by which a norm scales, float32."""
+        return self.address(norm.weight.float() + (1 - norm.neutral))
+
+
+def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
+    """Return a copy of ``[out, in]`` weights in few bits, uint8 ``[blocks of 16 rows, bytes]``: the
+    codes of ``model.quantise.quantise``, laid out as ``code_tile`` in ``products.h`` reads them.
+    """
+    rows, columns = weight.shape
+    groups = -(-columns // GROUP)
+    block_bytes = groups * 320 if bits == 4 else groups * 512 + 64
+    copy = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
+    shares = shares_of(importance, columns, weight.device)
+    weight = weight.contiguous()
+    matrix = Matrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
+    places = [c_void_p(each.data_ptr()) for each in (shares, copy)]
+    call("round_weights", ctypes.byref(matrix), c_long(bits), *places)
+    return copy
+
+
+def steps_of(calls: Sequence[tuple[Tensor, KVCache, int]]) -> Iterator[list[ctypes.Structure]]:
+    """Yield the texts of each step, of ``MOST_ROWS`` rows at most. A text with more rows is cut:
+    each of its parts but the last fills a step.
+    """
+    step: list[ctypes.Structure] = []
+    room = MOST_ROWS
+    for tokens, cache, start in calls:
+        texts, count = tokens.shape
+        entries = cache.addresses
+        head_bytes = cache.keys[0].stride(1) * cache.keys[0].itemsize
+        for text, first in [(t, f) for t in range(texts) for f in range(0, count, MOST_ROWS)]:
+            rows = min(MOST_ROWS, count - first)
+            if rows > room:
+                yield step
+                step, room = [], MOST_ROWS
+            of_tokens = tokens.data_ptr() + tokens.itemsize * (text * count + first)
+            of_entries = entries.data_ptr() + entries.itemsize * entries.stride(0) * text
+            step.append(Text(of_tokens, of_entries, rows, start + first, head_bytes))
+            room -= rows
+    yield step
+
+
+def attend_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """``model.layers.attend_causally``, by torch's fused kernel, without a mask where the last T of
+    S positions attend to all before them.
+
+    The kernel also returns the logarithm of each softmax's divisor. With it, the attentions of the
+    same queries to two sets of keys are joined: to the keys before the chunk, which need no mask,
+    and within the chunk, where the kernel skips the masked half of the scores. q ``[B, H, T, D]``,
+    k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
+    """
+    count = q.shape[2]
+    size = k.shape[2]
+    if count in (1, size) or soft_cap is not None or (window is not None and size > window):
+        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap)
+    before = size - count
+    chunk = FLASH(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
+    earlier = FLASH(q, k[:, :, :before], v[:, :, :before], scale=scale)
+    out, log_sums = (torch.stack(pair) for pair in zip(chunk, earlier, strict=True))
+    shares = log_sums.softmax(0).reshape(out.shape[:-1])
+    return (out * shares[..., None]).sum(0).to(q.dtype)

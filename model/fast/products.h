@@ -1,0 +1,422 @@
+/* Products of rows of weights with rows of inputs: processors, numbers, sums, tiles, low bits.
+ *
+ * Each product of two rows is one sum of 16 lanes, to which columns are added from the first to the
+ * last, and a fixed tree adds the lanes. Tiles, threads and processors decide only which sums are
+ * computed side by side: 16 lanes are one register with AVX-512, two with AVX2, four on ARM. So the
+ * bits are the same on all processors but those that multiply pairs of bfloat16 numbers, which round
+ * differently (HAS_PAIRS). The C library's mathematics, whose bits vary, are not used. */
+
+#include <stdint.h>
+#include <string.h>
+
+enum { SKIPPED = 0, FOUR = 4, EIGHT = 8, BF16 = 16, F32 = 32 }; /* kinds of numbers, by bits */
+enum { LANES = 16, GROUP = 32, BLOCK = 4 };
+
+/* Processors: the one place of their instructions. */
+
+#if defined __AVX512F__ && defined __AVX512BW__
+#include <immintrin.h>
+enum { WIDTH = 16, TILE = 4 }; /* lanes of a register; most rows of inputs of a tile */
+#elif defined __AVX2__ && defined __FMA__
+#include <immintrin.h>
+enum { WIDTH = 8, TILE = 3 };
+#elif defined __aarch64__
+#include <arm_neon.h>
+enum { WIDTH = 4, TILE = 4 };
+#else
+#error "a step needs AVX2 and fused multiply-add, or a 64-bit ARM processor"
+#endif
+#if defined __AVX512BF16__ || defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+enum { HAS_PAIRS = 1 };
+#else
+enum { HAS_PAIRS = 0 };
+#endif
+enum { PARTS = LANES / WIDTH }; /* registers of 16 lanes */
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Uints __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * WIDTH)));
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourInts __attribute__((vector_size(16)));
+typedef Floats FloatsAt __attribute__((aligned(1))); /* the same at any address */
+typedef Ints IntsAt __attribute__((aligned(1)));
+typedef Shorts ShortsAt __attribute__((aligned(1)));
+typedef Four FourAt __attribute__((aligned(1)));
+
+INLINE Floats fused(Floats a, Floats b, Floats sum) { /* sum + a * b, rounded once */
+#if defined __aarch64__
+    return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#elif defined __AVX512F__
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#endif
+}
+
+/* Add to each lane the products of two neighbouring bfloat16 numbers. */
+INLINE Floats add_pairs(Floats sum, Ints a, Ints b) {
+#if defined __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#else
+    return (void)a, (void)b, sum;
+#endif
+}
+
+/* Add to each lane four products of codes 0 to 15 with int8 inputs. Where no instruction adds four,
+ * each lane holds two sums in int16, which eight calls cannot exceed; whole adds the two. */
+INLINE Ints add_bytes(Ints sum, Ints codes, Ints x) {
+#if defined __AVX512VNNI__
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined __AVX512F__
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+    return (Ints)_mm512_add_epi16((__m512i)sum, pairs);
+#elif defined __AVXVNNI__
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#elif defined __AVX2__
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+    return (Ints)_mm256_add_epi16((__m256i)sum, pairs);
+#elif defined __ARM_FEATURE_DOTPROD
+    return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
+#else
+    for (int byte = 0; byte < 4; byte++)
+        sum += (codes >> 8 * byte & 255) * (x << (24 - 8 * byte) >> 24);
+    return sum;
+#endif
+}
+
+INLINE Ints whole(Ints sum) {
+#if defined __AVX512F__ && !defined __AVX512VNNI__
+    return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#elif defined __AVX2__ && !defined __AVX512F__ && !defined __AVXVNNI__
+    return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
+    return sum;
+#endif
+}
+
+/* Numbers. */
+
+#define AT(type, place) (*(type *)(place)) /* number or register at an address */
+INLINE Floats all(float number) { return number - (Floats){0}; }
+INLINE Floats pick(Ints where, Floats a, Floats b) {
+    return (Floats)((where & (Ints)a) | (~where & (Ints)b));
+}
+INLINE long bytes_of(long kind) { return kind == BF16 ? 2 : 4; }
+
+INLINE float as_float(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+INLINE uint32_t bits_of(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits;
+}
+
+INLINE float wide(uint16_t number) { return as_float((uint32_t)number << 16); }
+
+INLINE Floats wide_at(const char *place) { /* the same of a register of bfloat16 numbers */
+    return (Floats)(__builtin_convertvector(AT(const ShortsAt, place), Uints) << 16);
+}
+
+INLINE uint16_t narrow(float number) { /* to bfloat16, ties to even; NaN stays NaN */
+    uint32_t bits = bits_of(number), rounded = bits + 0x7FFF + (bits >> 16 & 1);
+    return ((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16;
+}
+
+/* Register of numbers; with less than WIDTH left only those, and zeros. */
+INLINE Floats numbers_at(long kind, const char *place, long left) {
+    char some[4 * WIDTH] = {0};
+    if (left < WIDTH) {
+        memcpy(some, place, most(0, left) * bytes_of(kind));
+        place = some;
+    }
+    return kind == BF16 ? wide_at(place) : AT(const FloatsAt, place);
+}
+
+INLINE void store(float *place, Floats numbers, long left) { /* those that are left */
+    if (left >= WIDTH)
+        AT(FloatsAt, place) = numbers;
+    else
+        memcpy(place, &numbers, 4 * most(0, left));
+}
+
+enum { ROUNDER = 3 << 22 }; /* float32 numbers of this size have no fraction: adding it rounds */
+
+INLINE float exponential(float x) { /* to two units in the last place, with x in -87 ... 88 */
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float shifted = x * 1.4426950408889634f + ROUNDER, power = shifted - ROUNDER;
+    float r = (x - power * 0.693359375f) - power * -2.12194440e-4f; /* both: log 2 */
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * as_float((bits_of(shifted) << 23) + 0x3F800000);
+}
+
+INLINE float tangent(float x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
+static void cap(float *x, long count, float limit) { /* soft cap (arXiv 2408.00118, section 2) */
+    for (long i = 0; i < count; i++)
+        x[i] = limit * tangent(x[i] / limit);
+}
+
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (FourInts){__VA_ARGS__})
+#endif
+
+INLINE Four add_lanes(float lanes[BLOCK][LANES]) { /* of each of four sums */
+    Four f[BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+        const FourAt *of = (const FourAt *)lanes[i];
+        f[i] = (of[0] + of[2]) + (of[1] + of[3]);
+    }
+    Four first = PICK(f[0], f[1], 0, 1, 4, 5) + PICK(f[0], f[1], 2, 3, 6, 7);
+    Four last = PICK(f[2], f[3], 0, 1, 4, 5) + PICK(f[2], f[3], 2, 3, 6, 7);
+    return PICK(first, last, 0, 2, 4, 6) + PICK(first, last, 1, 3, 5, 7);
+}
+
+static float sum_of(const float *x, long count, int squares) { /* of numbers or their squares */
+    float lanes[BLOCK][LANES] = {0};
+    for (int part = 0; part < PARTS; part++)
+        for (long i = WIDTH * part; i < count; i += LANES) {
+            Floats numbers = numbers_at(F32, (const char *)(x + i), count - i);
+            FloatsAt *sum = (FloatsAt *)(lanes[0] + WIDTH * part);
+            *sum = fused(numbers, squares ? numbers : all(1.0f), *sum);
+        }
+    return add_lanes(lanes)[0];
+}
+
+typedef struct {         /* linear layer */
+    const char *weights; /* [rows, columns] of BF16 or F32; packed in low bits: see code_tile */
+    const float *bias;   /* [rows], or NULL */
+    long kind, rows, columns;
+} Matrix;
+
+/* Products. A block is four rows of weights (16 in low bits), which all rows of inputs meet, tile by
+ * tile, while it is in the cache. Inputs are rounded before, to what these weights meet. */
+
+typedef struct { /* 32 inputs that meet low bits: codes * scale; total is the sum of all */
+    int8_t codes[GROUP];
+    float scale, total;
+} Rounded;
+
+INLINE long groups_of(long columns) { return (columns + GROUP - 1) / GROUP; }
+
+INLINE long input_bytes(long kind, long columns) { /* of a row of rounded inputs */
+    long pairs = kind == BF16 && HAS_PAIRS;
+    return groups_of(columns) * (kind < BF16 ? sizeof(Rounded) : GROUP * (pairs ? 2 : 4));
+}
+
+INLINE long row_bytes(long kind, long columns) { /* of weights; of 16 rows in low bits */
+    long packed = groups_of(columns) * (kind == FOUR ? 320 : 512) + (kind == FOUR ? 0 : 64);
+    return kind < BF16 ? packed : columns * bytes_of(kind);
+}
+
+/* Round 32 inputs to int8. NaN and infinity, the largest as integers, make the scale one of them. */
+INLINE void round_group(const float *x, Rounded *out) {
+    uint32_t largest = 0;
+    int32_t total = 0;
+    for (int i = 0; i < GROUP; i++) {
+        uint32_t size = bits_of(x[i]) & 0x7FFFFFFF;
+        largest = size > largest ? size : largest;
+    }
+    out->scale = as_float(largest) / 127.0f;
+    float inverse = out->scale > 0.0f ? 1.0f / out->scale : 0.0f;
+    for (int i = 0; i < GROUP; i++) {
+        out->codes[i] = (int8_t)bits_of(x[i] * inverse + ROUNDER);
+        total += out->codes[i];
+    }
+    out->total = out->scale * (float)total;
+}
+
+/* Round a row of inputs, in groups of 32, the last filled with zeros. Where bfloat16 numbers are
+ * widened, those of even columns come before the odd ones, as weights of one load are separated. */
+static void round_inputs(long kind, const float *x, long columns, char *out) {
+    for (long first = 0; first < columns; first += GROUP, out += input_bytes(kind, GROUP)) {
+        float group[GROUP] = {0};
+        memcpy(group, x + first, 4 * least(GROUP, columns - first));
+        if (kind < BF16)
+            round_group(group, (Rounded *)out);
+        else if (kind == F32)
+            memcpy(out, group, sizeof group);
+        else if (HAS_PAIRS)
+            for (int i = 0; i < GROUP; i++)
+                AT(uint16_t, out + 2 * i) = narrow(group[i]);
+        else
+            for (int i = 0; i < LANES; i++) {
+                AT(float, out + 4 * i) = wide(narrow(group[2 * i]));
+                AT(float, out + 4 * (LANES + i)) = wide(narrow(group[2 * i + 1]));
+            }
+    }
+}
+
+/* Add the products of 32 columns of four rows of weights with rows of inputs to ``parts`` registers
+ * of each sum, from ``part`` on. */
+INLINE void add_columns(long kind, int inputs, int parts, int part, const char *weights, long stride,
+                        const char *x, long x_stride, Floats sums[BLOCK][4][2]) {
+    int pairs = kind == BF16 && HAS_PAIRS, halves = pairs ? 1 : 2;
+#pragma GCC unroll 2
+    for (int p = 0; p < parts; p++)
+#pragma GCC unroll 4
+        for (int row = 0; row < BLOCK; row++)
+#pragma GCC unroll 2
+            for (int half = 0; half < halves; half++) {
+                long lanes = 4 * WIDTH * (part + p), place = lanes + 4 * LANES * half;
+                Uints two = (Uints)AT(const IntsAt, weights + row * stride + lanes);
+                Floats numbers = (Floats)(half ? two & 0xFFFF0000 : two << 16);
+                if (kind == F32)
+                    numbers = AT(const FloatsAt, weights + row * stride + place);
+#pragma GCC unroll 4
+                for (int n = 0; n < inputs; n++) {
+                    const char *of_x = x + n * x_stride + place;
+                    Floats *sum = &sums[row][n][p];
+                    *sum = pairs ? add_pairs(*sum, (Ints)two, AT(const IntsAt, of_x))
+                                 : fused(numbers, AT(const FloatsAt, of_x), *sum);
+                }
+            }
+}
+
+typedef struct { /* product of ``count`` rows of weights of a block with rows of inputs */
+    const char *weights, *x;
+    long stride, x_stride; /* bytes from one row to the next */
+    long columns, count;
+    float *out; /* products of a row of inputs lie side by side, */
+    long out_stride; /* and so many numbers after those of the row before */
+} Product;
+
+/* Products of four rows of weights with rows of inputs. The next two blocks are prefetched, line by
+ * line: so memory sees one stream. */
+INLINE void tile(long kind, int inputs, Product p) {
+    float lanes[4][BLOCK][LANES] __attribute__((aligned(64)));
+    int parts = inputs == 1 && PARTS > 1 ? 2 : 1; /* at a time: enough to occupy the multipliers */
+    long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP), ahead = BLOCK * p.stride;
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; part += parts) {
+        Floats sums[BLOCK][4][2] = {0};
+        const char *w = p.weights, *x = p.x, *next = w + ahead;
+        for (long group = p.columns / GROUP; group > 0; group--, w += bytes, x += x_bytes) {
+            for (long line = 0; part == 0 && line < BLOCK * bytes; line += 64, next += 64) {
+                __builtin_prefetch(next);
+                __builtin_prefetch(next + ahead);
+            }
+            add_columns(kind, inputs, parts, part, w, p.stride, x, p.x_stride, sums);
+        }
+        if (p.columns % GROUP) {
+            char last[BLOCK][4 * GROUP] = {0};
+            for (int row = 0; row < BLOCK; row++)
+                memcpy(last[row], w + row * p.stride, p.columns % GROUP * bytes_of(kind));
+            add_columns(kind, inputs, parts, part, last[0], sizeof *last, x, p.x_stride, sums);
+        }
+#pragma GCC unroll 4
+        for (int row = 0; row < BLOCK; row++)
+#pragma GCC unroll 4
+            for (int n = 0; n < inputs; n++)
+#pragma GCC unroll 2
+                for (int p = 0; p < parts; p++)
+                    AT(FloatsAt, lanes[n][row] + WIDTH * (part + p)) = sums[row][n][p];
+    }
+    for (int n = 0; n < inputs; n++) {
+        Four found = add_lanes(lanes[n]);
+        if (p.count == BLOCK)
+            AT(FourAt, p.out + n * p.out_stride) = found;
+        else
+            memcpy(p.out + n * p.out_stride, &found, 4 * p.count);
+    }
+}
+
+/* Products of 16 rows of weights in low bits, one per lane, with rows of inputs. The rows lie in
+ * memory like this, with the bytes of each part:
+ *
+ *     4 bits   | 256 codes | 32 scales | 32 zeros | next group ...     bfloat16
+ *     8 bits   | 512 codes | next group ... | 64 scales                float32
+ *
+ *     64 codes                  row 0       row 1             row 15
+ *     (vector v)              | c c c c   | c c c c   | ... | c c c c   |
+ *     4 bits, lower halves      columns 4v ... 4v + 3 of the group, upper halves 16 + 4v ...
+ *     8 bits                    columns 4v ... 4v + 3, plus 128
+ *
+ * A weight is code * scale + zero. In eight bits zero is -128 scales, and the halves of a byte are
+ * multiplied by the same input. */
+INLINE void code_tile(long kind, int inputs, Product p) {
+    long vectors = kind == FOUR ? 4 : 8, groups = groups_of(p.columns);
+    const Rounded *x = (const Rounded *)p.x;
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; part++) {
+        const char *at = p.weights + 4 * WIDTH * part;
+        Floats sums[4] = {0};
+        for (long group = 0; group < groups; group++) {
+            Ints low[4] = {0}, high[4] = {0};
+#pragma GCC unroll 8
+            for (long v = 0; v < vectors; v++) {
+                Ints codes = AT(const IntsAt, at + 64 * v);
+#pragma GCC unroll 4
+                for (int n = 0; n < inputs; n++) {
+                    const int8_t *of_x = x[n * groups + group].codes + 4 * v;
+                    Ints of_low = AT(const int32_t, of_x) - (Ints){0};
+                    Ints of_high = AT(const int32_t, of_x + (kind == FOUR ? 16 : 0)) - (Ints){0};
+                    low[n] = add_bytes(low[n], codes & 0x0F0F0F0F, of_low);
+                    high[n] = add_bytes(high[n], codes >> 4 & 0x0F0F0F0F, of_high);
+                }
+            }
+            at += 64 * vectors;
+            Floats scale = all(1.0f), zero = all(-128.0f);
+            if (kind == FOUR) {
+                scale = wide_at(at - 2 * WIDTH * part);
+                zero = wide_at(at + 32 - 2 * WIDTH * part);
+                at += 64;
+            }
+#pragma GCC unroll 4
+            for (int n = 0; n < inputs; n++) {
+                const Rounded *of_x = &x[n * groups + group];
+                Ints total = whole(low[n]) + whole(high[n]) * (kind == FOUR ? 1 : 16);
+                sums[n] = fused(zero, all(of_x->total), sums[n]);
+                sums[n] = fused(__builtin_convertvector(total, Floats), scale * of_x->scale, sums[n]);
+            }
+        }
+        long left = least(WIDTH, p.count - WIDTH * part);
+#pragma GCC unroll 4
+        for (int n = 0; n < inputs; n++) {
+            Floats found = kind == FOUR ? sums[n] : sums[n] * AT(const FloatsAt, at);
+            store(p.out + n * p.out_stride + WIDTH * part, found, left);
+        }
+    }
+}
+
+#define TILE_OF(kind, n)                                                                           \
+    static void kind##_##n(Product p) { kind < BF16 ? code_tile(kind, n, p) : tile(kind, n, p); }
+#define TILES_OF(kind) TILE_OF(kind, 1) TILE_OF(kind, 2) TILE_OF(kind, 3) TILE_OF(kind, 4)
+#define NAMES_OF(kind) {kind##_1, kind##_2, kind##_3, kind##_4}
+TILES_OF(FOUR)
+TILES_OF(EIGHT)
+TILES_OF(BF16)
+TILES_OF(F32)
+static void (*const tiles[][4])(Product) = {NAMES_OF(FOUR), NAMES_OF(EIGHT), NAMES_OF(BF16), NAMES_OF(F32)};
+
+/* Products of a block of ``count`` rows of weights with all rows of inputs, tile by tile. */
+static void multiply(long kind, const char *weights, long count, const char *x, long rows,
+                     long columns, float *out, long out_stride) {
+    long stride = row_bytes(kind, columns), x_stride = input_bytes(kind, columns);
+    int is_part = kind >= BF16 && count < BLOCK; /* each row is then all four of a block */
+    for (long row = 0, step = is_part ? 1 : count; row < count; row += step) {
+        Product p = {weights + row * stride, x, is_part ? 0 : stride, x_stride,
+                     columns, step, out + row, out_stride};
+        for (long left = rows, inputs; left > 0; left -= inputs) {
+            inputs = left == TILE + 1 ? (TILE + 1) / 2 : least(TILE, left);
+            tiles[__builtin_ctzl(kind) - 2][inputs - 1](p);
+            p.x += inputs * x_stride;
+            p.out += inputs * out_stride;
+        }
+    }
+}

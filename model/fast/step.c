@@ -1,0 +1,405 @@
+/* Short step of a decoder on a CPU: the logits of up to a few dozen tokens under a plan.
+ *
+ * It has the order and the names of the readable blocks (model/llama.py, model/gemma2.py), and
+ * reads the weights where torch keeps them. model/fast/cpu.py compiles it and fills its structures.
+ * A task (threads.h) is done piece by piece on all threads; products are in products.h, the rounding
+ * of weights to few bits in round.c. It knows nothing of plans, samples and files.
+ *
+ * The numbers of a row do not depend on the other rows of the step, by construction: each is the
+ * same sums in the same order, of which each is computed by one thread. */
+
+#include <stdlib.h>
+#include "threads.h"
+#include "products.h"
+#include "round.c"
+
+typedef struct {
+    Matrix qkv[3], o, gate_up[2], down;
+    const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden] */
+    const float *q_norm, *k_norm; /* [size] or NULL, as the norms after a sublayer */
+    const float *cos, *sin;       /* [positions, size / 2] */
+    long window;                  /* positions that a query attends to */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const char *embedding; /* [vocab, hidden] */
+    const float *norm;     /* [hidden] */
+    Matrix head;
+    long num_layers, kind, hidden, heads, key_heads, size; /* kind of the cache; size of a head */
+    float embedding_scale, eps, scale, soft_cap, final_soft_cap; /* soft caps: 0 if there is none */
+    int32_t is_gelu;
+} Model;
+
+typedef struct {           /* rows of one text at positions that follow each other */
+    const int64_t *tokens; /* [rows] */
+    char *const *entries;  /* [layers, 2], keys and values: [key heads, positions, size] */
+    long rows, start, head_bytes; /* first position; bytes from one head's entries to the next */
+} Text;
+
+/* Step: the arguments of its tasks, and its memory, which is kept for the next step. */
+
+typedef struct { /* up to QUERIES query heads of a text, which read its keys and values together */
+    const Text *text;
+    long row, position, rows; /* its first row of the step, and that row's position */
+} Span;
+
+typedef struct {
+    const Model *model;
+    const Layer *layer;
+    const Span *spans;
+    long num_spans, rows, chunks, least_chunks; /* of positions; of a claim */
+    const Matrix *matrices; /* of project, and its inputs and products */
+    const float *x;
+    char *inputs;
+    float *products;
+    long x_stride, neurons;
+    float *qkv;      /* [rows, heads + 2 * key heads, size] */
+    char *queries;   /* [key heads, rows, groups], rounded as keys meet them */
+    float *parts;    /* [rows, heads, chunks, size + 2] */
+    float *attended; /* [rows, heads, size] */
+    float *gate_up;  /* [rows, 2 * size of the MLP] */
+} Step;
+
+enum { INPUTS, QKV, QUERIES, CHUNKS, ATTENDED, GATE_UP, X, NORMED, OUT, SPANS, ROOMS };
+
+static void *room(int which, size_t bytes) {
+    static struct {
+        void *memory;
+        size_t bytes;
+    } rooms[ROOMS];
+    if (rooms[which].bytes < bytes) {
+        free(rooms[which].memory);
+        rooms[which].bytes = (bytes + 63) / 64 * 64;
+        rooms[which].memory = aligned_alloc(64, rooms[which].bytes);
+        if (!rooms[which].memory)
+            abort();
+    }
+    return rooms[which].memory;
+}
+
+enum { SHARE = 1 << 13, SHARE_BYTES = 1 << 16 }; /* numbers, and bytes of weights, of a claim */
+
+static void round_row(void *argument, long row) {
+    Step *s = argument;
+    long kind = s->matrices->kind, columns = s->matrices->columns;
+    round_inputs(kind, s->x + row * s->x_stride, columns, s->inputs + row * input_bytes(kind, columns));
+}
+
+INLINE long block_rows(const Matrix *matrix) { return matrix->kind < BF16 ? LANES : BLOCK; }
+
+static void multiply_piece(void *argument, long piece) {
+    Step *s = argument;
+    const Matrix *m = s->matrices;
+    float *out = s->products;
+    for (long blocks; piece >= (blocks = (m->rows + block_rows(m) - 1) / block_rows(m)); m++) {
+        piece -= blocks;
+        out += m->rows;
+    }
+    long first = piece * block_rows(m), count = least(block_rows(m), m->rows - first);
+    long bytes = row_bytes(m->kind, m->columns) * (m->kind < BF16 ? 1 : BLOCK);
+    multiply(m->kind, m->weights + piece * bytes, count, s->inputs, s->rows, m->columns,
+             out + first, s->neurons);
+    for (long row = 0; m->bias && row < s->rows; row++)
+        for (long i = first; i < first + count; i++)
+            out[row * s->neurons + i] += m->bias[i];
+}
+
+/* Linear layers, ``count`` matrices, on the same inputs [rows, x_stride] -> [rows, neurons of all]. */
+static void project(Step *s, const Matrix *matrices, int count, const float *x, long x_stride,
+                    float *out) {
+    long pieces = 0, kind = matrices->kind, columns = matrices->columns;
+    s->neurons = 0;
+    for (const Matrix *m = matrices; m < matrices + count; m++) {
+        pieces += (m->rows + block_rows(m) - 1) / block_rows(m);
+        s->neurons += m->rows;
+    }
+    s->matrices = matrices, s->x = x, s->x_stride = x_stride, s->products = out;
+    s->inputs = room(INPUTS, s->rows * input_bytes(kind, columns));
+    run(round_row, s, s->rows, SHARE / columns + 1);
+    long bytes = row_bytes(kind, columns) * (kind < BF16 ? 1 : BLOCK);
+    run(multiply_piece, s, pieces, SHARE_BYTES / bytes + 1);
+}
+
+/* RMSNorm (arXiv 1910.07467) of ``count`` numbers, scaled by weights. */
+static void normalise(const float *x, const float *weight, long count, float eps, float *out) {
+    float inverse = 1.0f / __builtin_sqrtf(sum_of(x, count, 1) / (float)count + eps);
+    for (long i = 0; i < count; i++)
+        out[i] = x[i] * inverse * weight[i];
+}
+
+/* Rotary embedding of a head [2 * half], in place: model.layers.rotate. */
+static void rotate(float *head, const float *cos, const float *sin, long half) {
+    for (long i = 0; i < half; i++) {
+        float a = head[i], b = head[i + half];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+/* Attention, in chunks of positions. */
+
+enum { CHUNK = 512, MOST_QUERIES = 12, SHARE_SCORES = 1 << 11 };
+
+/* Norms and rotary embeddings of a span's heads; its keys and values go into the cache. */
+static void write_entries(void *argument, long piece) {
+    Step *s = argument;
+    const Model *model = s->model;
+    const Span *span = &s->spans[piece];
+    long size = model->size, half = size / 2, heads = model->heads, groups = heads / model->key_heads;
+    long all = heads + 2 * model->key_heads, kind = model->kind;
+    for (long number = 0; number < span->rows * all; number++) {
+        long row = span->row + number / all, head = number % all; /* of queries, keys, values */
+        long position = span->position + number / all, of_key = head - heads;
+        float *x = s->qkv + (row * all + head) * size;
+        const float *norm = head < heads ? s->layer->q_norm : s->layer->k_norm;
+        if (norm && of_key < model->key_heads)
+            normalise(x, norm, size, model->eps, x);
+        if (of_key < model->key_heads)
+            rotate(x, s->layer->cos + position * half, s->layer->sin + position * half, half);
+        if (head < heads) {
+            long place = (head / groups * s->rows + row) * groups + head % groups;
+            round_inputs(kind, x, size, s->queries + place * input_bytes(kind, size));
+            continue;
+        }
+        char *entry = span->text->entries[2 * (s->layer - model->layers) + of_key / model->key_heads];
+        entry += of_key % model->key_heads * span->text->head_bytes + position * row_bytes(kind, size);
+        for (long i = 0; i < size; i++)
+            if (kind == F32)
+                AT(float, entry + 4 * i) = x[i];
+            else
+                AT(uint16_t, entry + 2 * i) = narrow(x[i]);
+    }
+}
+
+/* Exponentials of ``count`` scaled scores less the largest, in place; their sum, and the largest. */
+static void weigh(const Model *model, float *scores, long count, float sum[2]) {
+    int32_t largest = -0x7F800001;
+    for (long i = 0; i < count; i++)
+        scores[i] *= model->scale;
+    if (model->soft_cap)
+        cap(scores, count, model->soft_cap);
+    for (long i = 0; i < count; i++) { /* as integers in the same order: parallel, NaN the largest */
+        int32_t bits = bits_of(scores[i]), ordered = bits ^ (bits >> 31 & 0x7FFFFFFF);
+        largest = ordered > largest ? ordered : largest;
+    }
+    float highest = as_float(largest ^ (largest >> 31 & 0x7FFFFFFF));
+    for (long i = 0; i < count; i++)
+        scores[i] = exponential(scores[i] - highest);
+    sum[1] = highest;
+    sum[0] = sum_of(scores, count, 0);
+}
+
+/* Add weighted values [count, size] one after the other to up to four queries' sums. */
+INLINE void add_values(long kind, int queries, const char *values, long count, long size,
+                       const float *weights, float *out, long stride) {
+    for (long column = 0; column < size; column += 2 * WIDTH) {
+        long left[2] = {size - column, size - column - WIDTH};
+        Floats sums[4][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * queries; i++) {
+            const float *of = out + i / 2 * stride + column + i % 2 * WIDTH;
+            sums[i / 2][i % 2] = numbers_at(F32, (const char *)of, left[i % 2]);
+        }
+        for (long row = 0; row < count; row++) {
+            const char *value = values + (row * size + column) * bytes_of(kind);
+            Floats first = numbers_at(kind, value, left[0]);
+            Floats second = numbers_at(kind, value + WIDTH * bytes_of(kind), left[1]);
+#pragma GCC unroll 4
+            for (int query = 0; query < queries; query++) {
+                Floats weight = all(weights[query * CHUNK + row]);
+                sums[query][0] = fused(first, weight, sums[query][0]);
+                sums[query][1] = fused(second, weight, sums[query][1]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int query = 0; query < queries; query++)
+            for (int half = 0; half < 2; half++)
+                store(out + query * stride + column + half * WIDTH, sums[query][half], left[half]);
+    }
+}
+
+/* The same of any number of queries, for positions [begin, end) of a chunk that begins at ``first``. */
+static void attend_to(long kind, long queries, const char *values, long first, long begin, long end,
+                      long size, const float *weights, float *out, long stride) {
+    values += begin * size * bytes_of(kind);
+    weights += begin - first;
+    for (; queries > 0; queries -= 4, weights += 4 * CHUNK, out += 4 * stride)
+#pragma GCC unroll 4
+        for (int n = 1; n <= 4; n++)
+            if (n == least(4, queries) && kind == BF16)
+                add_values(BF16, n, values, end - begin, size, weights, out, stride);
+            else if (n == least(4, queries))
+                add_values(F32, n, values, end - begin, size, weights, out, stride);
+}
+
+/* Attention of a span to a chunk, for one key head: into ``parts``, the weighted values of each query
+ * head, the sum of the weights, and the largest score. */
+static void attend_to_chunk(void *argument, long piece) {
+    Step *s = argument;
+    const Model *model = s->model;
+    long chunk = piece % s->chunks, head = piece / s->chunks % model->key_heads;
+    const Span *span = &s->spans[piece / s->chunks / model->key_heads];
+    long size = model->size, kind = model->kind, groups = model->heads / model->key_heads;
+    long rows = span->rows, window = s->layer->window, stride = s->chunks * (size + 2);
+    long low = chunk * CHUNK, high = low + CHUNK, last = span->position + rows;
+    long first = most(low, span->position + 1 - window);
+    char *const *entries = span->text->entries + 2 * (s->layer - model->layers);
+    const char *keys = entries[0] + head * span->text->head_bytes;
+    const char *values = entries[1] + head * span->text->head_bytes;
+    long place = (head * s->rows + span->row) * groups;
+    float scores[rows * groups][CHUNK];
+    for (long key = first; key < least(high, last); key += BLOCK) /* the weights of a product */
+        multiply(kind, keys + key * row_bytes(kind, size), least(BLOCK, least(high, last) - key),
+                 s->queries + place * input_bytes(kind, size), rows * groups, size,
+                 scores[0] + key - first, CHUNK);
+    float sums[rows * groups][size];
+    memset(sums, 0, sizeof sums);
+    long begins[rows], ends[rows]; /* of the positions that a row reads */
+    for (long row = 0; row < rows; row++) {
+        ends[row] = most(low, least(high, span->position + row + 1));
+        begins[row] = least(ends[row], most(low, span->position + row + 1 - window));
+    }
+    /* What all rows read is added for all at once; what comes before and after, row by row. */
+    long common = begins[rows - 1], until = most(common, ends[0]);
+    float *parts = s->parts + (span->row * model->heads + head * groups) * stride + chunk * (size + 2);
+    for (long row = 0; row < rows; row++) {
+        for (long group = 0; group < groups; group++)
+            weigh(model, scores[row * groups + group] + begins[row] - first, ends[row] - begins[row],
+                  parts + (row * model->heads + group) * stride + size);
+        attend_to(kind, groups, values, first, begins[row], least(common, ends[row]), size,
+                  scores[row * groups], sums[row * groups], size);
+    }
+    attend_to(kind, rows * groups, values, first, common, until, size, scores[0], sums[0], size);
+    for (long row = 0; row < rows; row++) {
+        attend_to(kind, groups, values, first, most(begins[row], until), ends[row], size,
+                  scores[row * groups], sums[row * groups], size);
+        for (long group = 0; group < groups; group++)
+            memcpy(parts + (row * model->heads + group) * stride, sums[row * groups + group], 4 * size);
+    }
+}
+
+/* Attention of a row's head to all chunks. */
+static void join_chunks(void *argument, long piece) {
+    Step *s = argument;
+    long size = s->model->size, stride = size + 2;
+    const float *parts = s->parts + piece * s->chunks * stride;
+    float *out = s->attended + piece * size, largest = parts[size + 1], total = 0.0f;
+    for (long chunk = 1; chunk < s->chunks; chunk++)
+        if (parts[chunk * stride + size + 1] > largest)
+            largest = parts[chunk * stride + size + 1];
+    memset(out, 0, 4 * size);
+    for (long chunk = 0; chunk < s->chunks; chunk++, parts += stride) {
+        float factor = exponential(parts[size + 1] - largest);
+        total += parts[size] * factor;
+        for (long i = 0; i < size; i++)
+            out[i] += parts[i] * factor;
+    }
+    for (long i = 0; i < size; i++)
+        out[i] /= total;
+}
+
+/* Attention sublayer (model.layers.Attention): [rows, hidden] -> the same shape. */
+static void attention(Step *s, const float *x, float *out) {
+    const Model *model = s->model;
+    long size = model->size, heads = model->heads, rows = s->rows;
+    s->qkv = room(QKV, 4 * rows * (heads + 2 * model->key_heads) * size);
+    s->queries = room(QUERIES, rows * heads * input_bytes(model->kind, size));
+    s->parts = room(CHUNKS, 4 * rows * heads * s->chunks * (size + 2));
+    s->attended = room(ATTENDED, 4 * rows * heads * size);
+    project(s, s->layer->qkv, 3, x, model->hidden, s->qkv);
+    run(write_entries, s, s->num_spans, SHARE / (heads * size) + 1);
+    run(attend_to_chunk, s, s->num_spans * model->key_heads * s->chunks, s->least_chunks);
+    run(join_chunks, s, rows * heads, SHARE / (s->chunks * size) + 1);
+    project(s, &s->layer->o, 1, s->attended, heads * size, out);
+}
+
+/* activation(gate) * up of a row, SiLU or tanh GELU, in place of gate. */
+static void activate(void *argument, long row) {
+    Step *s = argument;
+    long size = s->layer->down.columns;
+    float *gate = s->gate_up + row * 2 * size, *up = gate + size;
+    if (s->model->is_gelu)
+        for (long i = 0; i < size; i++) {
+            float x = gate[i], inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+            gate[i] = up[i] * (0.5f * x * (1.0f + tangent(inner)));
+        }
+    else
+        for (long i = 0; i < size; i++)
+            gate[i] = up[i] * (gate[i] / (1.0f + exponential(-gate[i])));
+}
+
+/* MLP sublayer (model.layers.GatedMLP): [rows, hidden] -> the same shape. */
+static void gated_mlp(Step *s, const float *x, float *out) {
+    long size = s->layer->down.columns;
+    s->gate_up = room(GATE_UP, 4 * s->rows * 2 * size);
+    project(s, s->layer->gate_up, 2, x, s->model->hidden, s->gate_up);
+    run(activate, s, s->rows, SHARE / 8 / size + 1);
+    project(s, &s->layer->down, 1, s->gate_up, 2 * size, out);
+}
+
+typedef void Sublayer(Step *s, const float *x, float *out);
+
+/* x + sublayer(norm(x)), or x + post_norm(sublayer(norm(x))): x is [rows, hidden]. */
+static void add(Step *s, Sublayer *sublayer, const float *norm, const float *post_norm, float *x) {
+    long hidden = s->model->hidden, count = s->rows * hidden;
+    float eps = s->model->eps, *normed = room(NORMED, 4 * count), *out = room(OUT, 4 * count);
+    for (long first = 0; first < count; first += hidden)
+        normalise(x + first, norm, hidden, eps, normed + first);
+    sublayer(s, normed, out);
+    for (long first = 0; post_norm && first < count; first += hidden)
+        normalise(out + first, post_norm, hidden, eps, out + first);
+    for (long i = 0; i < count; i++)
+        x[i] += out[i];
+}
+
+/* Block (model.llama.LlamaBlock, model.gemma2.Gemma2Block), without what the plan skips. */
+static void block(Step *s, const Layer *layer, float *x) {
+    s->layer = layer;
+    if (layer->o.kind)
+        add(s, attention, layer->attention_norm, layer->attention_post_norm, x);
+    if (layer->down.kind)
+        add(s, gated_mlp, layer->mlp_norm, layer->mlp_post_norm, x);
+}
+
+/* Embeddings of tokens times their scale: [rows, hidden]. */
+static void embed(const Model *model, const Text *text, float *x) {
+    long hidden = model->hidden;
+    for (long row = 0; row < text->rows; row++, x += hidden) {
+        const char *of = model->embedding + text->tokens[row] * row_bytes(model->kind, hidden);
+        for (long i = 0; i < hidden; i += WIDTH)
+            store(x + i, numbers_at(model->kind, of + i * bytes_of(model->kind), hidden - i) *
+                             model->embedding_scale, hidden - i);
+    }
+}
+
+/* Logits [rows of all texts, vocab]; the keys and values of the rows are written into the caches. */
+void step(const Model *model, const Text *texts, long count, float *logits) {
+    Step s = {.model = model};
+    long hidden = model->hidden, positions = 0;
+    long span_rows = most(1, MOST_QUERIES / (model->heads / model->key_heads));
+    for (const Text *text = texts; text < texts + count; text++) {
+        s.rows += text->rows;
+        positions = most(positions, text->start + text->rows);
+    }
+    float *x = room(X, 4 * s.rows * hidden);
+    Span *spans = room(SPANS, s.rows * sizeof(Span));
+    long first = 0; /* row of a text */
+    for (const Text *text = texts; text < texts + count; first += text->rows, text++) {
+        embed(model, text, x + first * hidden);
+        for (long row = 0; row < text->rows; row += span_rows)
+            spans[s.num_spans++] = (Span){text, first + row, text->start + row,
+                                          least(span_rows, text->rows - row)};
+    }
+    s.spans = spans;
+    s.chunks = (positions + CHUNK - 1) / CHUNK;
+    long scores = least(positions, CHUNK) * least(s.rows, span_rows) * model->heads / model->key_heads;
+    s.least_chunks = SHARE_SCORES / scores + 1;
+    for (long layer = 0; layer < model->num_layers; layer++)
+        block(&s, &model->layers[layer], x);
+    for (long row = 0; row < s.rows; row++)
+        normalise(x + row * hidden, model->norm, hidden, model->eps, x + row * hidden);
+    project(&s, &model->head, 1, x, hidden, logits);
+    if (model->final_soft_cap)
+        cap(logits, s.rows * model->head.rows, model->final_soft_cap);
+}
