@@ -12,35 +12,29 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from app.command_line import say
 from app.device import machine, pick_device
-from app.files import check_place, read_json, write_json
+from app.files import check_place, explaining, read_json, write_json
 from app.options import Options
 from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
 from app.picture import write_picture
 from app.session import Session
 from app.table import Row, table
-from benchmark.libraries import PACKAGES, library_ways
+from benchmark import picture, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
-from benchmark.picture import picture
-from benchmark.sections import LENGTHS, SECTIONS, Bench
-from benchmark.shapes import NAMED, measure_shape
-from benchmark.ways import Case, find_drafts
 from model import InputError
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder
 
 STORIES = 24  # prompts of the kind "stories"
-
+OF_TEXTS = ("device", "dtype", "max_new_tokens", "temperature")  # options of all texts
+AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
 
 OPTIONS: Groups = {
     "": {
@@ -49,7 +43,7 @@ OPTIONS: Groups = {
             "action": "append",
             "metavar": "NAME",
             "help": "measure random weights of this shape instead, repeatable: a config.json, or"
-            f" {', '.join(read_json(NAMED))}",
+            f" {', '.join(read_json(shapes.NAMED))}",
         },
         "--draft-model": {
             "metavar": "DIR",
@@ -66,10 +60,10 @@ OPTIONS: Groups = {
             "type": partial(str.split, sep=","),
             "default": [],
             "metavar": "LIBRARY",
-            "help": f"libraries to measure too, with commas: {', '.join(PACKAGES)}=FILE.gguf",
+            "help": f"libraries to measure too, with commas: {AGAINST}",
         },
         "--only": {
-            "choices": SECTIONS,
+            "choices": sections.SECTIONS,
             "nargs": "+",
             "default": ("costs", "speed", "first-token"),
             "help": "sections to measure (default: all but structured and together)",
@@ -110,86 +104,63 @@ def benchmark(options: argparse.Namespace) -> None:
 
     Raises InputError.
     """
-    against = dict(name.partition("=")[::2] for name in options.against)  # library -> file, or ""
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
     if options.plot and options.plot.suffix not in (".svg", ".png"):
         raise InputError("--plot needs a name that ends in .svg or .png")
-    if not against.keys() <= PACKAGES.keys():
-        raise InputError(f"--against takes {', '.join(PACKAGES)}=FILE.gguf")
-    if against and (options.temperature or options.shape):
+    if options.against and (options.temperature or options.shape):
         raise InputError("--against measures greedy texts: leave out --temperature and --shape")
-    device = pick_device(options.device)
-    about = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(device),
-        "versions": {name: metadata.version(PACKAGES[name]) for name in against},
-        "options": {name: str(value) for name, value in vars(options).items()},
-    }
+    about = machine(pick_device(options.device))
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     report: dict[str, list[Row]] = {}
-    found = measured_shapes(options, device) if options.shape else measured(options, against)
-    for name, title, rows in found:
-        report.setdefault(name, []).extend(rows)
-        # of a shape a line for each value, which are too many for columns
-        lines = [{"of the shape": key, "value": rows[0][key]} for key in rows[0]]
-        shown = table(lines if options.shape else rows)
-        out.print("", f"{title} ({about['machine']})", shown, sep="\n", markup=False)
+    for section, title, rows in measured(options):
+        report[section] = report.get(section, []) + rows
+        out.print("", f"{title} ({about})", table(rows), sep="\n", markup=False)
     if options.json:
-        write_json(options.json, {"about": about} | report)
+        given = {name: str(value) for name, value in vars(options).items()}
+        write_json(options.json, {"about": {"machine": about, "options": given}} | report)
     if options.plot:
-        write_picture(partial(picture, report), options.plot)
+        write_picture(lambda: picture.picture(report), options.plot)
 
 
-def measured(
-    options: argparse.Namespace, against: dict[str, str]
-) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield the name, the title and the rows of each section asked for."""
-    bench = prepare(options, against)
-    for name, section in SECTIONS.items():
-        if name in options.only:
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield the name, the title and the rows of each section asked for, or of each shape."""
+    device = pick_device(options.device)
+    dtype = DTYPES.get(options.dtype, torch.bfloat16)
+    for shape in options.shape or ():
+        yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
+    bench = None if options.shape else prepare(options)
+    for name, section in sections.SECTIONS.items():
+        if bench and name in options.only:
             yield name, f"{bench.session.name}: {section.__doc__.splitlines()[0]}", section(bench)
 
 
-def measured_shapes(
-    options: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield "shapes", a title and the row of each shape."""
-    dtype = DTYPES.get(options.dtype, torch.bfloat16)
-    for shape in options.shape:
-        yield "shapes", f"{shape} in {dtype}", [measure_shape(shape, dtype, device)]
-
-
-def prepare(options: argparse.Namespace, against: dict[str, str]) -> Bench:
-    """Return a loaded model with prompts, drafts and libraries. Raises InputError for texts beyond
-    the context.
+def prepare(options: argparse.Namespace) -> sections.Bench:
+    """Return a session with prompts, drafts and libraries. Raises InputError for a library that is
+    missing, or cannot load the model.
     """
     folder = model_folder(options.model)
     if options.off_grid:
         folder = off_grid_folder(folder)
-    names = ("device", "dtype", "max_new_tokens", "temperature")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in OF_TEXTS}
     session = Session(Options(model=str(folder), draft="none", seed=0, **given))
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
-    prompts = [
-        (kind, session.encode(text))
-        for kind in options.prompts
-        for text in {**PROMPTS, "stories": stories}[kind][: 1 if options.quick else None]
-    ]
+    prompts = {**PROMPTS, "stories": stories}
     cases = [
-        Case(kind, ids, options.max_new_tokens, number)
-        for number, (kind, ids) in enumerate(prompts)
+        ways.Case(kind, session.encode(text), options.max_new_tokens, number)
+        for kind in options.prompts
+        for number, text in enumerate(prompts[kind][: 1 if options.quick else None])
     ]
-    longest = max(len(case.ids) + case.count for case in cases)
-    if longest > session.context:
-        raise InputError(
-            f"the longest text exceeds the context of {session.context}: lower --max-new-tokens"
-        )
     drafting = (options.exit_layer, options.draft_model)
-    libraries = library_ways(session, against, max(longest, *LENGTHS), *drafting)
-    if why := session.model.abilities.why_rows_vary:
-        say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
-    return Bench(session, cases, find_drafts(session, *drafting), libraries, options.quick)
+    libraries: dict[str, ways.Way] = {}
+    for library in options.against:
+        name, _, file = library.partition("=")
+        # a library may raise anything
+        with explaining(f"--against {library} needs {AGAINST}", (Exception,)):
+            libraries |= ways.LIBRARIES[name](session, file, *drafting)
+    drafts = ways.find_drafts(session, *drafting)
+    turns = 1 if options.quick else sections.TURNS
+    return sections.Bench(session, cases, drafts, libraries, turns)
 
 
 def main(arguments: list[str] | None = None) -> int:

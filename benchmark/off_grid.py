@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from app.command_line import say
 from app.options import Options
-from app.session import Sample, Session, accelerated
+from app.session import Session, accelerated
 from model import Decoder
-from model.quantise import GROUP, LEVELS
-from search.texts import PROMPTS
-from weights.importance import PROMPTS as CALIBRATION
-from weights.importance import input_squares, linear_layers
+from model.quantise import GROUP, quantise
+from weights.importance import PROMPTS, input_squares, linear_layers
 from weights.load import load_model
 from weights.save import save_model
 
@@ -43,15 +40,10 @@ def off_grid_folder(folder: Path) -> Path:
     texts = [
         sample.source.tokens
         for seed in range(1, TEXTS + 1)
-        for sample in session.write_all(CALIBRATION, temperature=0.7, seed=seed)
+        for sample in session.write_all(PROMPTS, temperature=0.7, seed=seed)
     ]
-    held_out = session.write_all([prompt for some in PROMPTS.values() for prompt in some[:2]])
     add_noise(model, texts, seed=0)
     save_model(model, copy, tokenizer_from=folder)
-    say(
-        f"its greedy token is the checkpoint's at {share_kept(model, held_out):.2f} of the"
-        " positions of a text"
-    )
     return copy
 
 
@@ -67,32 +59,10 @@ def add_noise(model: Decoder, texts: Sequence[Sequence[int]], seed: int) -> None
     covariances = input_squares(model, texts, lambda x: x.T @ x)
     for name, layer in linear_layers(model).items():
         if name != "head":
-            vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
+            weight = layer.weight
+            vectors = torch.linalg.eigh(covariances[name])[1]  # by rising eigenvalue
             weak = vectors[:, : len(vectors) // 2]
-            steps = four_bit_steps(layer.weight.cpu())
-            noise = (torch.rand(steps.shape, generator=generator) - 0.5) * steps
-            noise = math.sqrt(2) * noise @ weak @ weak.T
-            layer.weight.copy_(layer.weight + noise.to(layer.weight.device))
-
-
-def four_bit_steps(weight: Tensor) -> Tensor:
-    """Return the step ``[out, in]`` of the even grid of 16 values of each weight's group of
-    columns.
-    """
-    groups = weight.float().split(GROUP, 1)
-    ranges = [(part.amax(1) - part.amin(1))[:, None].expand_as(part) for part in groups]
-    return torch.cat(ranges, 1) / LEVELS
-
-
-@torch.inference_mode()
-def share_kept(model: Decoder, texts: Sequence[Sample]) -> float:
-    """Return the share of the written tokens that are the model's likeliest ones, given the text
-    before them.
-    """
-    kept = []
-    for sample in texts:
-        ids = torch.tensor([sample.source.tokens], device=model.device)
-        first = sample.source.prompt_length
-        states = model.hidden(ids[:, :-1])[:, first - 1 :]
-        kept += (model.logits(states).argmax(-1) == ids[:, first:])[0].tolist()
-    return sum(kept) / len(kept)
+            steps = quantise(weight, 4).scale.float().repeat_interleave(GROUP, 1)
+            noise = torch.rand(weight.shape, generator=generator) - 0.5
+            noise *= math.sqrt(2) * steps[:, : weight.shape[1]]
+            weight.copy_(weight + noise @ weak @ weak.T)

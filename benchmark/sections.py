@@ -1,95 +1,115 @@
 """Sections of the benchmark, each of which measures one table.
 
-The first line of a section's docstring is the title of its table.
+The first line of a section's docstring is the title of its table. Knows nothing of command lines
+and screens.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
+from operator import truediv
 from pathlib import Path
+from statistics import median
+
+import torch
 
 from app.drafts import draft_of
 from app.files import read_json
 from app.options import Options
 from app.session import Session
 from app.table import Row
-from benchmark.costs import POSITION, ROWS, Drafting, measure_costs
-from benchmark.libraries import PACKAGES
-from benchmark.timing import ratios, spread, take_turns, timed
-from benchmark.ways import Case, Way, Written, begin, compare, count_equal, way_of
-from decoding.drafters import ModelDrafter
+from benchmark.shapes import ROWS, measure_costs
+from benchmark.timing import spread, take_turns, timed
+from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
+from decoding.rounds import Statistics
 
-TURNS = 3  # of first tokens and of texts together
-# by the section that they belong to: first-token
-LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of texts
+LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of texts whose first token is timed
 LONGEST_IF_QUICK = 1024
-# structured
 SCHEMAS = Path(__file__).with_name("schemas.json")
-FORCED = f"{Path(__file__).with_name('forced.py')}:Forced"
-LONGEST_FORCED = 15  # tokens of a draft
-STRUCTURED_TOKENS = 256  # of the longest text
-STRUCTURED_TURNS = 5  # texts of each schema
-# together
+STRUCTURED_TOKENS = 256  # of the longest text under a schema
+# drafts nothing but the tokens that a schema forces
+FORCED = {"draft": f"{Path(__file__).with_name('forced.py')}:Forced", "gamma": 15}
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
+TURNS = 3  # of all but the texts of "speed", of which there are many
 
 
 @dataclass
 class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
-    options of each draft, and the ways of other libraries.
+    options of each draft, the ways of other libraries, and the number of turns of the others.
     """
 
     session: Session
     cases: Sequence[Case]
     drafts: dict[str, Options]
     libraries: dict[str, Way] = field(default_factory=dict)
-    quick: bool = False
+    turns: int = TURNS
 
-    def turns(self, most: int = TURNS) -> int:
-        """Return how often a section measures the same."""
-        return 1 if self.quick else most
+    def compare(
+        self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
+    ) -> list[Row]:
+        """Return the rows of plain decoding, of drafts, which share a cache, and of libraries."""
+        longest = max(len(case.ids) + case.count for case in cases)
+        slot = self.session.new_slot(min(longest, self.session.context))
+        options = {"plain": self.session.options, **drafts}
+        ours = {name: partial(write, self.session, slot, each) for name, each in options.items()}
+        return compare(ours | libraries, cases, self.session.device)
 
-    def ways(self, drafts: dict[str, Options], positions: int) -> dict[str, Way]:
-        """Return plain decoding and drafts as ways, on one cache of at most so many positions."""
-        slot = self.session.new_slot(min(positions, self.session.context))
-        ways = {"plain": self.session.options, **drafts}
-        return {name: way_of(self.session, slot, options) for name, options in ways.items()}
+
+def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device) -> list[Row]:
+    """Return a row for each way, with its speed-up over the way "plain" on the same prompts, in all
+    and by kind. "equal" counts the texts that equal the plain ones.
+    """
+    runs = take_turns(ways, cases, device)
+    texts = {name: [text for text, _ in each] for name, each in runs.items()}
+    seconds = {name: [text.seconds or took for text, took in each] for name, each in runs.items()}
+    kinds = [*dict.fromkeys(case.kind for case in cases)]
+    rows = []
+    for name, own in texts.items():
+        told = Statistics()
+        for round in chain.from_iterable(text.rounds for text in own):
+            told.add(round)
+        lengths = [len(text.tokens) for text in own]
+        equal = [one.tokens == two.tokens for one, two in zip(own, texts["plain"], strict=True)]
+        speedups = [*map(truediv, seconds["plain"], seconds[name])]
+        places = {
+            kind: [at for at, case in enumerate(cases) if case.kind == kind] for kind in kinds
+        }
+        row = {
+            "decoder": name,
+            "tokens/s": spread(map(truediv, lengths, seconds[name])),
+            "speed-up": spread(speedups),
+            "accepted": told.acceptance_rate,
+            "a round": told.tokens_per_round or None,
+            "equal": f"{sum(equal)}/{len(equal)}",
+            "kinds": kinds,
+            "tokens": lengths,
+            "rounds": [len(text.rounds) for text in own],
+            "seconds": seconds[name],
+        }
+        by_kind = {kind: median(speedups[at] for at in own) for kind, own in places.items()}
+        rows.append(row | by_kind)
+    return rows
 
 
 def costs_section(bench: Bench) -> list[Row]:
-    """Costs of verifications and of draft steps, in plain rounds, by the model's steps alone.
-
-    The floor is the cost of reading every weight once. Norms and biases, a thousandth of them, are
-    left out, and an untied embedding, of which one row is read.
-    """
+    """Costs of verifications and of draft steps, in plain rounds, by the model's steps alone."""
     session = bench.session
-    slot = session.new_slot(min(POSITION + max(ROWS), session.context))
-    drafts = {}
+    slot = session.new_slot(max(ROWS))
+    drafters = {}
     for name, options in bench.drafts.items():
-        sample = begin(session, options, Case("", [0], 1))
-        drafter = draft_of(session, sample, slot, session.model).drafter
-        if isinstance(drafter, ModelDrafter) and not options.adaptive:
-            drafts[name] = Drafting(drafter.model, drafter.cache, drafter.plan)
-    costs = measure_costs(session.model, slot.cache, drafts)
-    rows: list[Row] = [
-        {"step": "verification", "tokens": count, "plain rounds": cost}
-        for count, cost in costs.rows.items()
-    ]
-    rows[0]["ms"] = costs.milliseconds
-    rows += [
-        {"step": f"draft step, {name}", "plain rounds": cost, "more in the first step": first}
-        for name, (cost, first) in costs.drafts.items()
-    ]
-    return [*rows, {"step": "floor", "plain rounds": costs.floor, "GB/s": costs.bandwidth}]
+        if options.draft not in ("lookup", "auto") and not options.adaptive:
+            sample = begin(session, options, Case("", [0], 1))
+            drafters[name] = draft_of(session, sample, slot, session.model).drafter
+    drafts = {name: (each.model, each.cache, each.plan) for name, each in drafters.items()}
+    return measure_costs(session.model, slot.cache, drafts)
 
 
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    longest = max(len(case.ids) + case.count for case in bench.cases)
-    ways = bench.ways(bench.drafts, longest) | bench.libraries
-    return compare(ways, bench.cases, bench.session.device)
+    return bench.compare(bench.drafts, bench.libraries, bench.cases)
 
 
 def structured_section(bench: Bench) -> list[Row]:
@@ -102,82 +122,67 @@ def structured_section(bench: Bench) -> list[Row]:
     for name, each in read_json(SCHEMAS).items():
         schema = json.dumps(each["schema"])
         ids = session.encode(each["request"], session.options.merged({"json_schema": schema}))
-        for turn in range(bench.turns(STRUCTURED_TURNS)):
-            cases.append(Case(name, ids, STRUCTURED_TOKENS, turn, schema))
-    drafts = {"forced": session.options.merged({"draft": FORCED, "gamma": LONGEST_FORCED})}
-    drafts |= {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
-    longest = max(len(case.ids) for case in cases) + STRUCTURED_TOKENS
-    return compare(bench.ways(drafts, longest), cases, session.device)
+        cases += [Case(name, ids, STRUCTURED_TOKENS, turn, schema) for turn in range(bench.turns)]
+    drafts = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
+    return bench.compare({"forced": session.options.merged(FORCED), **drafts}, {}, cases)
 
 
 def first_token_section(bench: Bench) -> list[Row]:
-    """Time to the first token of a text of n tokens, prompt included; its ratio to plain decoding's.
+    """Time to the first token of a text of n tokens, prompt included.
 
     Of other libraries plain decoding is timed alone.
     """
-    longest = min(bench.session.context, LONGEST_IF_QUICK if bench.quick else LENGTHS[-1])
-    ways = bench.ways({}, longest)
-    ways |= {name: way for name, way in bench.libraries.items() if name in PACKAGES}
-    rows = []
-    for length in [length for length in LENGTHS if length <= longest]:
-        case = Case("", [0] * (length - 1), 1)
-        runs = take_turns(ways, [case] * bench.turns(), bench.session.device)
-        milliseconds = {name: [1e3 * run.seconds for run in each] for name, each in runs.items()}
-        for name, own in milliseconds.items():
-            ratio = spread(ratios(own, milliseconds["plain"]))
-            rows.append({"decoder": name, "tokens": length, "ms": spread(own), "ratio": ratio})
-    return rows
+    longest = min(bench.session.context, LENGTHS[-1] if bench.turns > 1 else LONGEST_IF_QUICK)
+    others = {name: way for name, way in bench.libraries.items() if name in LIBRARIES}
+    return [
+        {
+            "decoder": row["decoder"],
+            "tokens": length,
+            "ms": spread(1e3 * each for each in row["seconds"]),
+            "speed-up": row["speed-up"],
+        }
+        for length in LENGTHS
+        if length <= longest
+        for row in bench.compare({}, others, [Case("", [0] * (length - 1), 1)] * bench.turns)
+    ]
 
 
 def together_section(bench: Bench) -> list[Row]:
     """Texts written n at a time: tokens per second of all, and the speed-up of drafts.
 
     Always the same 16 texts, without the time until their first tokens. The draft beside auto is
-    the draft model's or in low bits, else another one. "equal" counts the texts that equal those
-    written alone and plainly.
+    the draft model's or in low bits, else another one. "equal" counts the turns in which all texts
+    equal those written plainly, which are equal for every n.
     """
     session = bench.session
     draft = next(name for name in ("model", "low bits", *bench.drafts) if name in bench.drafts)
     options = {"plain": session.options} | {name: bench.drafts[name] for name in (draft, "auto")}
     cases = [*islice(cycle(bench.cases), TOGETHER[-1])]
     ways = {name: partial(write_together, session, each, cases) for name, each in options.items()}
-    alone: list[Written] = []
-    rows = []
-    for count in TOGETHER:
-        runs = take_turns(ways, [count] * bench.turns(), session.device)
-        texts = {name: each[-1].result[1] for name, each in runs.items()}
-        speeds = {name: [run.result[0] for run in each] for name, each in runs.items()}
-        alone = alone or texts["plain"]
-        for name, own in speeds.items():
-            rows.append(
-                {
-                    "texts": count,
-                    "decoder": name,
-                    "tokens/s": spread(own),
-                    "speed-up": spread(ratios(own, speeds["plain"])),
-                    "equal": count_equal(texts[name], alone),
-                }
-            )
-    return rows
+    columns = ("decoder", "tokens/s", "speed-up", "equal")
+    return [
+        {"texts": count} | {name: row[name] for name in columns}
+        for count in TOGETHER
+        for row in compare(ways, [Case("", [], count)] * bench.turns, session.device)
+    ]
 
 
 def write_together(
-    session: Session, options: Options, cases: Sequence[Case], count: int
-) -> tuple[float, list[Written]]:
-    """Return the tokens per second of all texts, ``count`` of them at a time, after their first
-    tokens; and the texts.
+    session: Session, options: Options, cases: Sequence[Case], turn: Case
+) -> Written:
+    """Return the tokens of all texts but their first ones, written ``turn.count`` texts at a time;
+    and the seconds that these took.
     """
 
-    def write(budget: int) -> list[Written]:
+    def write(budget: int) -> list[list[int]]:
         samples = [begin(session, options, replace(case, count=budget)) for case in cases]
-        for at in range(0, len(samples), count):
-            session.finish_all(samples[at : at + count])
-        return [Written(sample.tokens) for sample in samples]
+        for at in range(0, len(samples), turn.count):
+            session.finish_all(samples[at : at + turn.count])
+        return [sample.tokens[1:] for sample in samples]
 
-    reading = timed(write, session.device, 1)
-    whole = timed(write, session.device, cases[0].count)
-    written = sum(len(text.tokens) - 1 for text in whole.result)
-    return written / (whole.seconds - reading.seconds), whole.result
+    _, reading = timed(session.device, write, 1)
+    texts, whole = timed(session.device, write, cases[0].count)
+    return Written([*chain(*texts)], seconds=whole - reading)
 
 
 SECTIONS = {  # in the order in which they are measured

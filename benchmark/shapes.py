@@ -1,30 +1,63 @@
-"""Costs of models of any size, measured with random weights in the shape of a config.
+"""Costs of steps: of a model, or of random weights in the shape of one, of any size.
 
-Times and memory do not depend on the values of the weights. The acceptance rate does, so speed-ups
+Times do not depend on the values of the weights. The acceptance rate does, so speed-ups of a shape
 are computed for several. A shape is a name in ``shapes.json`` or the ``config.json`` of a model.
+Knows nothing of texts.
 """
 
-import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from app.files import read_json
 from app.plan_file import LONGEST_DRAFT
 from app.table import Row
-from benchmark.costs import ROWS, Drafting, measure_costs, run_steps
-from benchmark.timing import timed
-from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
+from benchmark.timing import spread, take_turns, timed
+from decoding.rounds import expected_speedup
+from model import Decoder, InputError, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from weights.memory import check_fits, estimate, has_memory_for, parameter_count
 
 NAMED = Path(__file__).with_name("shapes.json")
-RANDOM_NUMBERS = 1 << 20  # repeated in every weight
-CLEAR_PEAK = Path("/proc/self/clear_refs")  # of Linux: "5" sets the peak to the present size
-PROMPTS = (256, 2048)  # tokens before a first token
-EXIT = 0.25  # share of the layers that an early exit runs
+ROWS = (1, 2, 4, 8, 16)  # tokens of a verification
+DRAFTED = 4  # draft steps, one after another
+TURNS = 15
+PROMPTS = (256, 2048)  # tokens
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)  # rates for which speed-ups are given
+Drafting = tuple[Any, Any, LayerPlan | None]  # a model that drafts, its cache, and its plan
+
+
+@torch.inference_mode()
+def measure_costs(model: Decoder, cache: Any, drafts: Mapping[str, Drafting]) -> list[Row]:
+    """Return the costs of verifications by a model and of draft steps, in its plain steps."""
+    steps: dict[Any, Any] = {
+        ("verification", rows, 1): partial(run_steps, (model, cache, None), rows, 1)
+        for rows in ROWS
+    }
+    for name, draft in drafts.items():
+        steps[f"draft step, {name}", 1, DRAFTED] = partial(run_steps, draft, 1, DRAFTED)
+    runs = take_turns(steps, range(TURNS), model.device)
+    ms = {key: spread(1e3 * took / key[2] for _, took in each) for key, each in runs.items()}
+    plain = ms["verification", 1, 1]["median"]
+    return [
+        {"step": name, "tokens": tokens, "plain rounds": each["median"] / plain, "ms": each}
+        for (name, tokens, _), each in ms.items()
+    ]
+
+
+def run_steps(drafting: Drafting, rows: int, count: int, turn: int = 0) -> None:
+    """Run steps of some rows each from position 0 on, one after another, each up to the choice of
+    the likeliest token, which the host reads. The cache forgets them. All turns are alike.
+    """
+    model, cache, plan = drafting
+    tokens = torch.zeros(1, rows, dtype=torch.int64, device=model.device)
+    for start in range(0, rows * count, rows):
+        model(tokens, cache, start, plan)[0, -1].argmax().item()
+    cache.truncate(0)
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -40,73 +73,49 @@ def config_of(shape: str) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Return a model with random weights: the same numbers again and again, which are made fast."""
+    """Return a model with random weights of the size of trained ones."""
     with torch.device("meta"):
         model = build(config).to(dtype)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    numbers = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
-    numbers = (numbers * 0.5 * config.hidden_size**-0.5).to(device, dtype)
     for parameter in model.parameters():
-        for part in parameter.view(-1).split(RANDOM_NUMBERS):
-            part.copy_(numbers[: len(part)])
+        parameter.uniform_(-(config.hidden_size**-0.5), config.hidden_size**-0.5)
     return model
 
 
 @torch.inference_mode()
-def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> Row:
-    """Return the row of a shape: its costs, its memory, and the speed-ups that follow from the
-    costs. Raises InputError where its weights do not fit into memory.
+def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[Row]:
+    """Return rows of a shape: the costs of steps, those of a draft with the speed-ups that follow,
+    and the times of prompts.
+
+    Raises InputError where its weights do not fit into memory.
     """
     config = config_of(shape)
-    layers = config.num_layers
-    low_bits = LayerPlan.full(layers).in_bits(4)
-    early = LayerPlan.early_exit(layers, max(1, round(EXIT * layers)))
-    positions = max(PROMPTS) + max(ROWS)
-    expected = partial(
-        estimate,
-        config,
-        dtype,
-        positions,
-        prompt=max(PROMPTS),
-        longest_draft=LONGEST_DRAFT,
-        fast_on=device,
-    )
-    check_fits(expected(), device)
-    is_watched = device.type == "cpu" and CLEAR_PEAK.exists()
-    if is_watched:
-        CLEAR_PEAK.write_text("5")
-        before = peak_gigabytes()
+    size = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
+    sizes = {"prompt": max(PROMPTS), "longest_draft": LONGEST_DRAFT, "fast_on": device}
+    check_fits(estimate(config, dtype, max(PROMPTS), **sizes), device)
     model = accelerate(random_model(config, dtype, device))
-    cache = model.new_cache(positions)
-    run_steps(Drafting(model, cache))  # which may compile
-    row: Row = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
+    cache = model.new_cache(max(PROMPTS))
+    early = LayerPlan.early_exit(model.num_layers, max(1, model.num_layers // 4))
+    low_bits = LayerPlan.full(model.num_layers).in_bits(4)
     plans = {"exit": early}
     if model.abilities.low_bits and has_memory_for(model, [low_bits]):
-        row["copies, s"] = timed(model.prepare, device, low_bits).seconds
-        plans = {"low bits": low_bits, "exit": early, "exit in low bits": early.in_bits(4)}
+        plans |= {"low bits": low_bits, "exit in low bits": early.in_bits(4)}
+    drafts = {name: (model, cache, plan) for name, plan in plans.items()}
+    rows = measure_costs(model, cache, drafts)
+    verify = {row["tokens"]: row["plain rounds"] for row in rows[: len(ROWS)]}
+    for row in rows[len(ROWS) :]:
+        row |= {f"at {a}": best_speedup(a, row["plain rounds"], verify) for a in ACCEPTANCES}
     for count in PROMPTS:
-        row[f"first token after {count}, s"] = timed(read, device, model, cache, count).seconds
-    if is_watched:
-        row["peak, GB"] = peak_gigabytes() - before
-        row["estimate, GB"] = expected(plan=plans.get("low bits")).total / 1e9
-    drafts = {name: Drafting(model, cache, plan) for name, plan in plans.items()}
-    costs = measure_costs(model, cache, drafts)
-    row |= {"step, ms": costs.milliseconds, "step, of its floor": 1 / costs.floor}
-    row |= {f"{rows} rows": cost for rows, cost in costs.rows.items() if rows > 1}
-    for name, (step, first) in costs.drafts.items():
-        row |= {name: step, f"{name}, more in the first": first}
-        row |= {f"{name} at {rate}": costs.speedup(name, rate) for rate in ACCEPTANCES}
-    return row
+        ids = torch.zeros(1, count, dtype=torch.int64, device=device)
+        _, seconds = timed(device, model.prefill, ids, cache)
+        rows.append({"step": "prompt", "tokens": count, "ms": 1e3 * seconds})
+    return [size | row for row in rows]
 
 
-def read(model: Decoder, cache: KVCache, count: int) -> None:
-    """Read a prompt of ``count`` tokens: up to the logits of the first token after it."""
-    ids = torch.zeros(1, count, dtype=torch.int64, device=model.device)
-    model.prefill(ids[:, 1:], cache)
-    model(ids[:, :1], cache, count - 1)
+def best_speedup(rate: float, step: float, verify: Mapping[int, float]) -> float:
+    """Return the expected speed-up of drafts at an acceptance rate, at their best length.
 
-
-def peak_gigabytes() -> float:
-    """Return the most memory that this process has had since the peak was cleared, on Linux."""
-    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return int(peak[1]) * 1024 / 1e9
+    ``verify`` has the costs of verifications by their tokens; those between are interpolated.
+    """
+    costs = np.interp(range(2, LONGEST_DRAFT + 2), [*verify], [*verify.values()])
+    return max(expected_speedup(rate, k, step, float(cost)) for k, cost in enumerate(costs, 1))

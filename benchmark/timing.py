@@ -7,7 +7,7 @@ models.
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,19 +15,14 @@ from rich.progress import track
 
 from model.device import now
 
-
-class Run(NamedTuple):
-    """Result of some work, and its seconds."""
-
-    result: Any
-    seconds: float
+Run = tuple[Any, float]  # the result of some work, and its seconds
 
 
-def timed(work: Callable[..., Any], device: torch.device, *given: Any) -> Run:
-    """Return the run of some work on the device."""
+def timed(device: torch.device, work: Callable[..., Any], *given: Any) -> Run:
+    """Return the result of some work on the device, and its seconds."""
     began = now(device)
     result = work(*given)
-    return Run(result, now(device) - began)
+    return result, now(device) - began
 
 
 def take_turns(
@@ -41,12 +36,10 @@ def take_turns(
     for way in ways.values():
         way(inputs[0])
     runs: dict[Any, list[Run]] = {name: [] for name in ways}
-    order = [*ways]
     rng = random.Random(0)
     for each in track(inputs, "measuring", console=Console(stderr=True), transient=True):
-        rng.shuffle(order)
-        for name in order:
-            runs[name].append(timed(ways[name], device, each))
+        for name in rng.sample([*ways], len(ways)):
+            runs[name].append(timed(device, ways[name], each))
     return runs
 
 
@@ -54,8 +47,3 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     """Return the median and the range of some values."""
     values = [float(value) for value in values]
     return {"median": median(values), "lowest": min(values), "highest": max(values)}
-
-
-def ratios(values: Iterable[float], others: Iterable[float]) -> list[float]:
-    """Return the quotients of values and the others at the same places."""
-    return [value / other for value, other in zip(values, others, strict=True)]
