@@ -1,7 +1,6 @@
 """Measure the speed of decoding on this machine, with every draft and beside other libraries.
 
-``python -m benchmark --quick`` takes some minutes on two idle cores. Contenders take turns, so that
-a busy moment of the machine slows all alike. Only ratios can be compared.
+``python -m benchmark --quick`` takes some minutes on two idle cores. Only ratios can be compared.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -12,36 +11,30 @@ if __name__ == "__main__":  # before anything that takes long to import
 import argparse
 import random
 import sys
-from datetime import datetime, timezone
+from collections.abc import Iterator
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from app.chooser import load_setting
-from app.command_line import run_command, say
 from app.device import machine, pick_device
-from app.files import check_place, read_json, write_json
-from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
+from app.files import check_place, explaining, read_json, write_json
+from app.options import Options
+from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
 from app.picture import write_picture
-from app.prompt import encode_prompt
+from app.session import Session
 from app.table import Row, table
-from app.writer import GAMMA
-from benchmark.contenders import LIBRARIES, Bench, find_drafts, library_contenders
+from benchmark import picture, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
-from benchmark.picture import PANELS, picture
-from benchmark.sections import SECTIONS
-from benchmark.shapes import NAMED, measure_shape, plot_shapes
-from decoding.sampling import SamplingParams
 from model import InputError
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
-from weights.load import DTYPES, model_folder, shown_name
+from weights.load import DTYPES, model_folder
 
 STORIES = 24  # prompts of the kind "stories"
-
+OF_TEXTS = ("device", "dtype", "max_new_tokens", "temperature")  # options of all texts
+AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
 
 OPTIONS: Groups = {
     "": {
@@ -50,7 +43,7 @@ OPTIONS: Groups = {
             "action": "append",
             "metavar": "NAME",
             "help": "measure random weights of this shape instead, repeatable: a config.json, or"
-            f" {', '.join(read_json(NAMED))}",
+            f" {', '.join(read_json(shapes.NAMED))}",
         },
         "--draft-model": {
             "metavar": "DIR",
@@ -67,13 +60,12 @@ OPTIONS: Groups = {
             "type": partial(str.split, sep=","),
             "default": [],
             "metavar": "LIBRARY",
-            "help": f"libraries to measure too, with commas: {', '.join(LIBRARIES)}=FILE.gguf (of a"
-            " shape: llama.cpp alone)",
+            "help": f"libraries to measure too, with commas: {AGAINST}",
         },
         "--only": {
-            "choices": SECTIONS,
+            "choices": sections.SECTIONS,
             "nargs": "+",
-            "default": ("costs", "speed", "first-token", "floor"),
+            "default": ("costs", "speed", "first-token"),
             "help": "sections to measure (default: all but structured and together)",
         },
         "--prompts": {
@@ -83,9 +75,9 @@ OPTIONS: Groups = {
             "help": "kinds of prompts (default: all but stories, which are requests as the corpus"
             " writer makes them)",
         },
-        "--quick": {**FLAG, "help": "one prompt of each kind, and no long ones"},
+        "--quick": {**FLAG, "help": "one prompt of each kind, one turn, and no long prompts"},
         "--max-new-tokens": {
-            "type": within(int, 2 * GAMMA),
+            "type": within(int, 2),
             "default": 64,
             "metavar": "N",
             "help": "tokens of a text",
@@ -102,126 +94,78 @@ OPTIONS: Groups = {
         "--device": DEVICE,
         "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
         "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
-        "--plot": {
-            "type": Path,
-            "metavar": "FILE",
-            "help": "also draw the sections speed and together, as .svg or .png",
-        },
+        "--plot": {"type": Path, "metavar": "FILE", "help": "also draw them, as .svg or .png"},
     },
 }
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Options of the command line. Raises InputError for values out of range."""
-    parser = parser_of(OPTIONS, prog="python -m benchmark", description=__doc__.splitlines()[0])
-    options = parser.parse_args(arguments)
-    # library -> its file, or ""
-    options.against = dict(name.partition("=")[::2] for name in options.against)
-    options.only = set(options.only)
-    if "speed" in options.only:
-        options.only.add("costs")  # measured before the texts, and shown
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure the sections, or the shapes, print their tables, and write the files asked for.
+
+    Raises InputError.
+    """
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    if not options.against.keys() <= LIBRARIES.keys():
-        raise InputError(f"--against takes {', '.join(LIBRARIES)}=FILE.gguf")
-    if options.against and options.temperature:
-        raise InputError("--against measures greedy texts: leave out --temperature")
-    if options.plot and (
-        options.plot.suffix not in (".svg", ".png")
-        or not (options.shape or PANELS.keys() & options.only)
-    ):
-        raise InputError(
-            f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}"
-        )
-    return options
+    if options.plot and options.plot.suffix not in (".svg", ".png"):
+        raise InputError("--plot needs a name that ends in .svg or .png")
+    if options.against and (options.temperature or options.shape):
+        raise InputError("--against measures greedy texts: leave out --temperature and --shape")
+    about = machine(pick_device(options.device))
+    out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
+    report: dict[str, list[Row]] = {}
+    for section, title, rows in measured(options):
+        report[section] = report.get(section, []) + rows
+        out.print("", f"{title} ({about})", table(rows), sep="\n", markup=False)
+    if options.json:
+        given = {name: str(value) for name, value in vars(options).items()}
+        write_json(options.json, {"about": {"machine": about, "options": given}} | report)
+    if options.plot:
+        write_picture(lambda: picture.picture(report), options.plot)
 
 
-def prepare(options: argparse.Namespace) -> Bench:
-    """Loaded model with prompts, ways to draft and libraries. Raises InputError for texts beyond
-    the context.
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield the name, the title and the rows of each section asked for, or of each shape."""
+    device = pick_device(options.device)
+    dtype = DTYPES.get(options.dtype, torch.bfloat16)
+    for shape in options.shape or ():
+        yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
+    bench = None if options.shape else prepare(options)
+    for name, section in sections.SECTIONS.items():
+        if bench and name in options.only:
+            yield name, f"{bench.session.name}: {section.__doc__.splitlines()[0]}", section(bench)
+
+
+def prepare(options: argparse.Namespace) -> sections.Bench:
+    """Return a session with prompts, drafts and libraries. Raises InputError for a library that is
+    missing, or cannot load the model.
     """
     folder = model_folder(options.model)
     if options.off_grid:
         folder = off_grid_folder(folder)
-    device = pick_device(options.device)
-    params = SamplingParams(options.temperature)
-    setting = load_setting(folder, device, options.dtype, params, "race")
+    given = {name: getattr(options, name) for name in OF_TEXTS}
+    session = Session(Options(model=str(folder), draft="none", seed=0, **given))
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
-    texts = {**PROMPTS, "stories": stories}
-    prompts = [
-        (kind, encode_prompt(setting.tokenizer, text))
+    prompts = {**PROMPTS, "stories": stories}
+    cases = [
+        ways.Case(kind, session.encode(text), options.max_new_tokens, number)
         for kind in options.prompts
-        for text in texts[kind][: 1 if options.quick else None]
+        for number, text in enumerate(prompts[kind][: 1 if options.quick else None])
     ]
-    context = setting.positions
-    setting.positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
-    if setting.positions > context:
-        raise InputError(
-            f"the longest text exceeds the context of {context}: lower --max-new-tokens"
-        )
-    named = options.exit_layer, options.draft_model
-    libraries = library_contenders(setting, options.against, *named)
-    drafts = find_drafts(setting, *named)
-    if why := setting.model.why_rows_vary:
-        say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
-    return Bench(
-        setting,
-        prompts,
-        drafts,
-        libraries,
-        options.max_new_tokens,
-        options.exit_layer,
-        options.quick,
-    )
-
-
-def benchmark(options: argparse.Namespace) -> None:
-    """Measure the sections, or the shapes, print their tables, and write the files asked for."""
-    device = pick_device(options.device)
-    out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    report = measure_shapes(options, device, out) if options.shape else measure(options, out)
-    about = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(device),
-        "versions": {name: metadata.version(LIBRARIES[name]) for name in options.against},
-        "options": {name: str(value) for name, value in vars(options).items()},
-    }
-    if options.json:
-        write_json(options.json, {"about": about} | report)
-    if options.plot:
-        draw = plot_shapes if options.shape else picture
-        write_picture(lambda: draw(report), options.plot)
-
-
-def measure(options: argparse.Namespace, out: Console) -> dict[str, list[Row]]:
-    """Tables of the sections asked for, each printed when it is measured."""
-    bench = prepare(options)
-    model = bench.setting.model
-    report = {}
-    about = f"{shown_name(bench.setting.folder)} in {model.dtype}; {machine(model.device)}"
-    out.print(about, markup=False)
-    for name, section in SECTIONS.items():
-        if name in options.only:
-            report[name] = section(bench)
-            out.print("", section.__doc__.splitlines()[0], table(report[name]), sep="\n")
-    return report
-
-
-def measure_shapes(
-    options: argparse.Namespace, device: torch.device, out: Console
-) -> dict[str, list[Row]]:
-    """Rows of the shapes, each printed when it is measured, one value per line."""
-    dtype = DTYPES.get(options.dtype, torch.bfloat16)
-    rows = []
-    for shape in options.shape:
-        rows.append(measure_shape(shape, dtype, device, "llama.cpp" in options.against))
-        shown = [{"of the shape": name, "value": value} for name, value in rows[-1].items()]
-        out.print(table(shown, f"{shape} in {dtype}; {machine(device)}"))
-    return {"shapes": rows}
+    drafting = (options.exit_layer, options.draft_model)
+    libraries: dict[str, ways.Way] = {}
+    for library in options.against:
+        name, _, file = library.partition("=")
+        # a library may raise anything
+        with explaining(f"--against {library} needs {AGAINST}", (Exception,)):
+            libraries |= ways.LIBRARIES[name](session, file, *drafting)
+    drafts = ways.find_drafts(session, *drafting)
+    turns = 1 if options.quick else sections.TURNS
+    return sections.Bench(session, cases, drafts, libraries, turns)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(lambda: benchmark(parse_arguments(arguments)))
+    """Run the command line; returns its exit status."""
+    return run_script(benchmark, OPTIONS, "python -m benchmark", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before anything that takes long to import
 
     start()
 
+import argparse
 import shlex
 import subprocess
 import sys
@@ -18,26 +19,16 @@ from tempfile import TemporaryFile
 
 import torch
 
-from app.command_line import say
-from app.device import machine
 from app.files import write_text
 from app.parsers import MODEL, Groups, run_script
 
-OPTIONS: Groups = {
-    "": {
-        "--model": MODEL,
-        "--out": {
-            "type": Path,
-            "default": Path("gpu-report.md"),
-            "metavar": "FILE",
-            "help": "the report",
-        },
-    },
-}
+REPORT = {"type": Path, "default": Path("gpu-report.md"), "metavar": "FILE", "help": "the report"}
+OPTIONS: Groups = {"": {"--model": MODEL, "--out": REPORT}}
+ENDS = {0: "worked", 124: "took too long", 127: "could not start"}  # by the exit status
 
 
 def parts(model: str) -> list[tuple[str, list[str], int]]:
-    """Title, command and most seconds of each part."""
+    """Return the title, the command and the most seconds of each part."""
     python = [sys.executable, "-m"]
     bench = [*python, "benchmark", "--model", model, "--quick", "--only"]
     against = ["--against", "transformers"] if find_spec("transformers") else []
@@ -47,57 +38,40 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
         ("Versions", [*python, "torch.utils.collect_env"], 40),
         ("First text", [*generate, "--model", model], 90),
         ("Tests", [*python, "pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"], 200),
-        ("Speed, greedy", [*bench, "speed", "first-token", "floor", *against], 150),
+        ("Speed, greedy", [*bench, "costs", "speed", "first-token", *against], 150),
         ("Speed at temperature 0.7", [*bench, "speed", "--temperature", "0.7"], 100),
     ]
 
 
-def section(title: str, command: list[str], seconds: int) -> tuple[bool, str]:
-    """Whether a part worked, and its Markdown: how its command ended, and its output, also where it
-    failed.
+def report(options: argparse.Namespace) -> None:
+    """Write the report after each part, so that one that is cut off is there. Without a GPU, print
+    the commands that would run.
     """
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        print(f"There is no GPU that torch {torch.__version__} can use. On one this would run:")
+    written = "# Report of a GPU\n"
+    for title, command, seconds in parts(options.model):
+        print(f"{title}, up to {seconds} seconds: {shlex.join(command)}", flush=True)
+        if has_gpu:
+            written += section(title, command, seconds)
+            write_text(options.out, written)
+
+
+def section(title: str, command: list[str], seconds: int) -> str:
+    """Return the Markdown of a part: how its command ended, and its output, also where it failed."""
     limited = ["timeout", "--foreground", "--kill-after=5", str(seconds), *command]
     with TemporaryFile() as output:  # a pipe would stay open while a command's own children run
         status = subprocess.run(limited, stdout=output, stderr=output, check=False).returncode
         output.seek(0)
         shown = output.read().decode(errors="replace").strip()
-    ends = {124: f"was stopped after {seconds} seconds", 127: "could not start"}
-    end = ends.get(status, f"ended with status {status}")
-    found = f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
-    return status == 0, found
-
-
-def report(model: str, out: Path) -> None:
-    """Write the report. Without a GPU, print the commands that would run."""
-    if not torch.cuda.is_available():
-        print(f"There is no GPU that torch {torch.__version__} can use. On one this would run:")
-        for title, command, seconds in parts(model):
-            print(f"  {title}, up to {seconds} seconds: {shlex.join(command)}")
-        return
-    ended: dict[bool, list[str]] = {True: [], False: []}
-    sections = []
-    for title, command, seconds in parts(model):
-        say(f"{title}: up to {seconds} seconds")
-        worked, found = section(title, command, seconds)
-        ended[worked].append(title)
-        sections.append(found)
-        top = (
-            f"# Report of a GPU\n\n* device: {machine(torch.device('cuda'))}\n"
-            f"* worked: {', '.join(ended[True]) or 'nothing'}\n"
-            f"* failed: {', '.join(ended[False]) or 'nothing'}\n"
-        )
-        write_text(out, "\n".join([top, *sections]))  # so that a report that is cut off is there
+    end = ENDS.get(status, f"failed with status {status}")
+    return f"\n## {title}: {end}\n\n`{shlex.join(command)}`\n\n```text\n{shown}\n```\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns its exit status, 0 also without a GPU."""
-    return run_script(
-        lambda options: report(**vars(options)),
-        OPTIONS,
-        "python -m benchmark.gpu_report",
-        __doc__,
-        arguments,
-    )
+    """Run the command line; returns its exit status, 0 also without a GPU."""
+    return run_script(report, OPTIONS, "python -m benchmark.gpu_report", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,49 @@
-"""Times of work on a device, and the floor of a step: the time to read its weights."""
+"""Timer of all measurements: ways of doing something take turns in random order.
 
-from collections.abc import Callable, Mapping
+So a busy moment of the machine slows all alike, and only ratios can be compared. Knows nothing of
+models.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
-from app.table import Row
-from model import Decoder, LayerPlan, now
-from weights.memory import bytes_read
+from model.device import now
 
-POSITION = 128  # of the steps of a shape that are timed
-REPEATS = 7  # of such a step, and of reading the memory
-# enough that the time to read them can be measured
-BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
+Run = tuple[Any, float]  # the result of some work, and its seconds
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Result of some work on the device, and its seconds."""
+def timed(device: torch.device, work: Callable[..., Any], *given: Any) -> Run:
+    """Return the result of some work on the device, and its seconds."""
     began = now(device)
-    result = work()
+    result = work(*given)
     return result, now(device) - began
 
 
-@torch.inference_mode()
 def take_turns(
-    steps: Mapping[str, Callable[[], object]], repeats: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds of each repeat of each step: each runs once as warm-up, then all in turn, ``repeats``
-    times.
+    ways: Mapping[Any, Callable[[Any], Any]], inputs: Sequence[Any], device: torch.device
+) -> dict[Any, list[Run]]:
+    """Return the runs of each way, one for each input.
+
+    An input has its turn with all ways, in random order, before the next one. Each way runs before
+    on the first input, untimed, since it may compile.
     """
-    for step in steps.values():
-        step()
-    turns = [{name: timed(step, device)[1] for name, step in steps.items()} for _ in range(repeats)]
-    return {name: [seconds[name] for seconds in turns] for name in steps}
+    for way in ways.values():
+        way(inputs[0])
+    runs: dict[Any, list[Run]] = {name: [] for name in ways}
+    rng = random.Random(0)
+    for each in track(inputs, "measuring", console=Console(stderr=True), transient=True):
+        for name in rng.sample([*ways], len(ways)):
+            runs[name].append(timed(device, ways[name], each))
+    return runs
 
 
-def floor_of(model: Decoder) -> Row:
-    """Bytes of the weights that a step reads, the speed of the memory, and their quotient."""
-    block = torch.ones(BANDWIDTH_BYTES.get(model.device.type, 1 << 28) // 4, device=model.device)
-    seconds = take_turns({"read": block.sum}, REPEATS, model.device)["read"]
-    speed = block.nbytes / min(seconds)
-    size = bytes_read(model.config, LayerPlan.full(model.num_layers), model.dtype.itemsize)
-    return {
-        "MB": size / 1e6,
-        "GB/s": speed / 1e9,
-        "ms": 1e3 * size / speed,
-        "tokens/s": speed / size,
-    }
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Return the median and the range of some values."""
+    values = [float(value) for value in values]
+    return {"median": median(values), "lowest": min(values), "highest": max(values)}

@@ -1,0 +1,154 @@
+"""Ways to write a text: this project's session with each kind of draft, and other libraries.
+
+Texts have a given length and ignore end-of-text tokens, but those under a JSON schema. Knows
+nothing of clocks and tables.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.drafts import plan_for
+from app.options import Options
+from app.plan_file import GAMMA
+from app.session import CONTEXT, Sample, Session, Slot
+from decoding.rounds import Round
+from weights.load import model_folder
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompt of a kind, after which ``count`` tokens are written, or a text of a JSON ``schema``;
+    ``number`` is that of the text's random numbers.
+    """
+
+    kind: str
+    ids: Sequence[int]
+    count: int
+    number: int = 0
+    schema: str | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """Tokens of a text, and for this project's texts their rounds. ``seconds`` are those of
+    decoding alone, where the reading of the prompt is not to be counted.
+    """
+
+    tokens: list[int]
+    rounds: list[Round] = field(default_factory=list)
+    seconds: float | None = None
+
+
+Way = Callable[[Case], Written]
+
+
+def find_drafts(
+    session: Session, exit_layers: Sequence[int] = (), draft_model: str | None = None
+) -> dict[str, Options]:
+    """Return the options of each draft: lookup, early exits, by default a middle and a late one,
+    low bits where they are fast, the plan in the model's folder if it pays, the draft model if
+    there is one, and auto. Those by a model also have the adaptive exit.
+    """
+    layers = session.config.num_layers
+    exits = exit_layers or (max(1, layers // 2), max(1, layers * 4 // 5))
+    by_model = {f"exit {layer}": {"draft": "exit", "exit_layer": layer} for layer in exits}
+    if session.model.abilities.low_bits:
+        by_model["low bits"] = {"draft": "lowbit"}
+    plan = plan_for(Options(draft="auto"), session.folder, layers)  # read once, not for each text
+    if plan and plan.gamma != 0:
+        by_model["plan.json"] = {"draft": "skip", "plan": plan}
+    if draft_model:
+        by_model["model"] = {"draft": "model", "draft_model": draft_model}
+    drafts = {"lookup": {"draft": "lookup"}}
+    for name, given in by_model.items():
+        drafts |= {name: given, f"{name}, adaptive": given | {"adaptive": True}}
+    drafts["auto"] = {"draft": "auto", "plan": plan}
+    return {name: session.options.merged(given) for name, given in drafts.items()}
+
+
+def begin(session: Session, options: Options, case: Case) -> Sample:
+    """Return a text that holds the prompt of its case only."""
+    given = {"max_new_tokens": case.count, "json_schema": case.schema}
+    sample = session.begin(case.ids, options.merged(given), case.number)
+    if case.schema is None:
+        sample.source.rules = replace(sample.source.rules, eos_ids=frozenset())
+    return sample
+
+
+def write(session: Session, slot: Slot, options: Options, case: Case) -> Written:
+    """Return the text of a case, on a cache that all ways share. It reads its prompt anew, but
+    under a schema.
+    """
+    sample = begin(session, options, case)
+    if case.schema is None:
+        slot.prompt = []
+    rounds = [*session.rounds(sample, slot)]
+    return Written(sample.tokens, rounds, sample.seconds if case.schema else None)
+
+
+def transformers_ways(
+    session: Session, file: str, exit_layers: Sequence[int], draft_model: str | None
+) -> dict[str, Way]:
+    """Return greedy ``generate`` of transformers on the session's checkpoint, plainly and with each
+    of its drafts, of ``GAMMA`` tokens.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+    def load(folder: Path) -> Any:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=session.dtype)
+        loaded.generation_config.update(
+            eos_token_id=None,
+            assistant_confidence_threshold=0.0,
+            num_assistant_tokens=GAMMA,
+            num_assistant_tokens_schedule="constant",
+        )
+        return loaded.to(session.device)
+
+    theirs = load(session.folder)
+
+    def write(case: Case, **draft: Any) -> Written:
+        ids = torch.tensor([case.ids], device=session.device)
+        draft |= {"attention_mask": torch.ones_like(ids), "do_sample": False}
+        written = theirs.generate(ids, max_new_tokens=case.count, **draft)
+        return Written(written[0, len(case.ids) :].tolist())
+
+    drafts: dict[str, dict[str, Any]] = {
+        "transformers": {},
+        "transformers, lookup": {"prompt_lookup_num_tokens": GAMMA},
+    }
+    for layer in exit_layers[-1:]:
+        drafts[f"transformers, exit {layer}"] = {"assistant_early_exit": layer}
+    if draft_model:
+        drafts["transformers, model"] = {"assistant_model": load(model_folder(draft_model))}
+    return {name: partial(write, **draft) for name, draft in drafts.items()}
+
+
+def llama_cpp_way(session: Session, file: str, *drafting: Any) -> dict[str, Way]:
+    """Return greedy plain decoding of llama.cpp from a GGUF file, on as many threads as torch."""
+    import llama_cpp
+
+    theirs = llama_cpp.Llama(
+        file,
+        n_ctx=min(CONTEXT, session.context),
+        n_gpu_layers=0 if session.device.type == "cpu" else -1,
+        n_threads=torch.get_num_threads(),
+        n_threads_batch=torch.get_num_threads(),
+        verbose=False,
+    )
+
+    def write(case: Case) -> Written:
+        theirs.reset()  # otherwise the same prompt again needs no reading
+        return Written(list(islice(theirs.generate(case.ids, temp=0.0), case.count)))
+
+    return {"llama.cpp": write}
+
+
+LIBRARIES = {"transformers": transformers_ways, "llama.cpp": llama_cpp_way}
