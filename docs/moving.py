@@ -85,7 +85,8 @@ def drawn(samples: list[Sample], labels: Labels) -> str:
     body = []
     top = 62
     for name, sample, lane in zip(("plain", "drafts"), samples, lanes, strict=True):
-        said = f"{name} ({sample.draft}): {sample.speed:.0f} tokens/s"
+        way = name if name == sample.draft else f"{name}: {sample.draft}"
+        said = f"{way}, {sample.speed:.0f} tokens/s"
         body.append(f'<text class="muted" x="24" y="{top}">{escape(said)}</text><g class="{name}">')
         for piece in lane:
             times = [piece.begin, *([] if piece.end is None else [piece.end])]

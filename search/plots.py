@@ -57,5 +57,5 @@ def front(predictions: Mapping[LayerPlan, Prediction], costs: Costs) -> Figure:
         xlabel="cost of a draft step, in plain rounds",
         ylabel="acceptance rate α",
     )
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1.01), ncols=2)
     return figure
