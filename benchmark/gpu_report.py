@@ -59,7 +59,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def section(title: str, command: list[str], seconds: int) -> str:
-    """Return the Markdown of a part: how its command ended, and its output, also where it failed."""
+    """Return the Markdown of a part: how its command ended, and its output."""
     limited = ["timeout", "--foreground", "--kill-after=5", str(seconds), *command]
     with TemporaryFile() as output:  # a pipe would stay open while a command's own children run
         status = subprocess.run(limited, stdout=output, stderr=output, check=False).returncode

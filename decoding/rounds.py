@@ -108,11 +108,3 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     if first[:shorter] == second[:shorter]:  # mostly so, and fast
         return shorter
     return next((at for at in range(shorter) if first[at] != second[at]), shorter)
-
-
-def expected_tokens(rate: float, length: int) -> float:
-    """Return the tokens that a round with a draft of this length writes on average: 1 + α + ... +
-    αᵏ, with ``rate`` α the probability that a drafted token is accepted if those before it were
-    (arXiv 2211.17192, equation 1).
-    """
-    return sum(rate**kept for kept in range(length + 1))

@@ -17,7 +17,7 @@ from app.plan_file import LONGEST_DRAFT
 from app.session import Session
 from decoding.drafters import Drafter, ModelDrafter, ModelFreeDrafter, NoDraft
 from decoding.policies import FixedLength
-from decoding.rounds import expected_tokens
+from decoding.rounds import expected_speedup
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model.cache import KVCache
@@ -45,11 +45,10 @@ class Costs:
 
     def best(self, acceptance: float, step: float) -> tuple[float, int]:
         """Return the largest expected speed-up of drafts with this acceptance rate α and cost of a
-        step, and the draft length γ that has it: the expected tokens of a round over γ·c + v
-        (arXiv 2211.17192, theorem 3.8).
+        step, and the draft length γ that has it.
         """
         return max(
-            (expected_tokens(acceptance, length) / (length * step + self.verify[length]), length)
+            (expected_speedup(acceptance, length, step, self.verify[length]), length)
             for length in range(1, len(self.verify))
         )
 

@@ -153,9 +153,7 @@ def judged(mutant: Mutant) -> float | None:
         return None
     distances = [0.0]
 
-    def judge(
-        model: TableModel, request: Request, setup: Setup, coupling: str = "ratio"
-    ) -> float:
+    def judge(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
         found = law_of(
             lambda: run_loop(model, request, setup, SeededRandomness(0), coupling=coupling)
         )
