@@ -16,8 +16,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from decoding.proof.enumeration import Enumerator, output_law, total_variation
 from decoding.proof.foreign import law_of
 from decoding.randomness import Place, Randomness
+from decoding.rounds import expected_speedup
 from decoding.verify import verify_by_ratio
-from search.costs import CostTable, predicted_speedup
 from tests.browser import find, look
 from tests.laws import speculative
 
@@ -84,12 +84,11 @@ def test_a_chosen_exit_sets_its_costs_and_the_best_length(page: WebDriver) -> No
     for control, key, bits, at in steps:
         control.send_keys(key)
         exit = asked(page, f"EXITS[{bits}][{at}]")
-        alpha, cost, row, first, length = exit["knobs"]
+        alpha, cost, row, length = exit["knobs"]
         assert find(page, "#exit-value").text == str(exit["layer"])
-        shown = [float(find(page, f"#{id}-value").text) for id in ("alpha", "cost", "row", "first")]
-        assert shown == [alpha, cost, row, first]
-        table = CostTable(cost, [1 + row * drafted for drafted in range(13)], first=first)
-        speeds = [predicted_speedup(alpha, each, table) for each in range(1, 13)]
+        shown = [float(find(page, f"#{id}-value").text) for id in ("alpha", "cost", "row")]
+        assert shown == [alpha, cost, row]
+        speeds = [expected_speedup(alpha, each, cost, 1 + row * each) for each in range(1, 13)]
         assert int(find(page, "#gamma-value").text) == length == speeds.index(max(speeds)) + 1
         assert f"{max(speeds):.2f} times" in find(page, "#exit-story").text
 
@@ -165,7 +164,7 @@ def test_a_report_of_the_benchmark_sets_the_costs_of_the_machine(
     file.write_text(
         '{"costs": [{"step": "verification", "tokens": 1, "plain rounds": 1.0},'
         ' {"step": "verification", "tokens": 5, "plain rounds": 1.2},'
-        ' {"step": "draft step, low bits", "plain rounds": 0.4, "more in the first step": 0.1}]}'
+        ' {"step": "draft step, low bits", "plain rounds": 0.4}]}'
     )
     find(page, "#file").send_keys(str(file))
     until(page, lambda: find(page, "#cost-value").text == "0.4")
