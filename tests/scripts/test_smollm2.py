@@ -6,13 +6,8 @@ import pytest
 import torch
 import transformers
 
-from app.writer import Writer
-from decoding.sampling import SamplingParams
-from decoding.text import Rules
-from decoding.verify import Rule
-from model import Decoder
-from weights.load import load_model
-from weights.tokenizer import Tokenizer
+import generate
+from app.session import Session
 
 transformers.logging.set_verbosity_error()
 
@@ -30,8 +25,9 @@ CONVERSATIONS = [
 
 
 @pytest.fixture(scope="module")
-def ours(smollm2: Path) -> Decoder:
-    return load_model(smollm2, torch.float32)
+def session(smollm2: Path) -> Session:
+    how = {"draft": "none", "max_new_tokens": NEW_TOKENS, "device": "cpu", "dtype": "float32"}
+    return generate.load(str(smollm2), **how)
 
 
 @pytest.fixture(scope="module")
@@ -39,38 +35,29 @@ def theirs(smollm2: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer(smollm2)
-
-
 @pytest.mark.parametrize(
     "conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"]
 )
 @torch.inference_mode()
 def test_plain_decoding_of_a_chat_is_transformers_greedy_text_up_to_and_with_the_end_of_turn(
-    ours: Decoder,
+    session: Session,
     theirs: transformers.PreTrainedModel,
-    tokenizer: Tokenizer,
     smollm2: Path,
     conversation: list[dict[str, str]],
 ) -> None:
     """By the production loop, without a draft; the prompt's ids, the logits of the whole and the
     ids that end a text are transformers' too.
     """
-    prompt = tokenizer.encode_chat(conversation)
+    prompt = session.encode_messages(conversation)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     how = {"add_generation_prompt": True, "return_dict": False}
     assert prompt == their_tokenizer.apply_chat_template(conversation, **how)
-    assert tokenizer.eos_ids == set(theirs.generation_config.eos_token_id)
-    writer = Writer(ours, len(prompt) + NEW_TOKENS)
-    writer.begin(prompt)
-    text = writer.new_text(Rules(NEW_TOKENS, tokenizer.eos_ids))
-    plain = writer.plain, SamplingParams(), Coupling("ratio", 0)
-    written = writer.write(text, *plain).tokens
+    eos_ids = session.tokenizer.eos_ids
+    assert eos_ids == set(theirs.generation_config.eos_token_id)
+    written = session.finish(session.begin(prompt)).tokens
     tokens = torch.tensor([prompt + written[:-1]])
     logits = theirs(tokens).logits
-    assert (ours(tokens) - logits).abs().max() < 2e-3
+    assert (session.model(tokens) - logits).abs().max() < 2e-3
     assert written == logits[0, len(prompt) - 1 :].argmax(-1).tolist()
-    ends = [token in tokenizer.eos_ids for token in written]
+    ends = [token in eos_ids for token in written]
     assert len(written) == NEW_TOKENS or ends.index(True) == len(written) - 1

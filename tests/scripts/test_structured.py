@@ -2,7 +2,6 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,22 @@ import generate
 from app.files import read_json
 from app.session import Session
 from benchmark.sections import SCHEMAS
-from tests.serving import serving
 
-MODEL = "smollm2-135m-instruct"
-BUDGET = 160
-SHORT = [0, 1, 6, 7]  # of those below
 BUILT_IN = read_json(SCHEMAS)
-NAMES = ["sentiment", "ticket", "person", "tool call", "invoice", "event"]
+NAMES = ["sentiment", "person", "tool call", "event"]
+SENTENCE = r"(Yes|No), [a-z ]{5,40}\."
 ASKED: list[tuple[str, dict[str, Any]]] = [
     *((BUILT_IN[name]["request"], {"json_schema": BUILT_IN[name]["schema"]}) for name in NAMES),
     ("When did the first people land on the Moon?", {"regex": r"(19|20)\d{2}-\d{2}-\d{2}"}),
-    (
-        "Is the sky blue? Answer in one short sentence.",
-        {"regex": r"(Yes|No), [a-z ]{5,40}\."},
-    ),
+    ("Is the sky blue? Answer in one short sentence.", {"regex": SENTENCE}),
 ]
 DRAFTS = ["exit", "auto"]  # the second by lookup, in low bits, or forced
-FORMS = {"json_schema": "json", "regex": "regex"}  # names in a request to the server
 STYLES: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 5}]  # in turns
 
 
 @pytest.fixture(scope="module")
 def session(smollm2: Path) -> Session:
-    return generate.load(MODEL, max_new_tokens=BUDGET, coupling="race")
+    return generate.load(str(smollm2), max_new_tokens=160, coupling="race")
 
 
 @pytest.mark.parametrize(
@@ -58,16 +50,8 @@ def test_every_draft_writes_the_plain_text_of_a_schema_or_an_expression(
         jsonschema.validate(json.loads(plain.text), form["json_schema"], format_checker=checker)
 
 
-def test_texts_at_once_through_the_server_are_the_texts_alone(session: Session) -> None:
-    asked = [ASKED[number] for number in SHORT]
-    bodies = [
-        {"prompt": prompt, "structured_outputs": {FORMS[kind]: source}, "max_tokens": BUDGET}
-        for prompt, form in asked
-        for kind, source in form.items()
-    ]
-    alone = [session.write(prompt, **form, draft="none", chat=False).text for prompt, form in asked]
-    with (
-        serving("--model", MODEL, "--draft", "auto", "--together", "4") as served,
-        ThreadPoolExecutor(4) as pool,
-    ):
-        assert [*pool.map(lambda body: served.text(**body), bodies)] == alone
+def test_texts_of_an_expression_written_together_are_the_plain_ones(session: Session) -> None:
+    prompts = [prompt for prompt, _ in ASKED]
+    plain = [session.write(each, regex=SENTENCE, draft="none").tokens for each in prompts]
+    together = session.write_all(prompts, regex=SENTENCE)
+    assert [sample.tokens for sample in together] == plain
