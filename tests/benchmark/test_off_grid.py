@@ -1,73 +1,69 @@
-"""The off-grid copy: same seed, same weights; every matrix moves, along the directions that inputs
-use least.
-"""
+"""The off-grid copy: noise of a known size, along the directions that inputs use least."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
-from benchmark.off_grid import add_noise, four_bit_grid, round_to_nearest, share_kept
+from benchmark import off_grid
 from model import Decoder
-from search.texts import Continuation
+from model.quantise import GROUP, quantise
+from tests.folders import write_folder
 from tests.laws import tiny_model
 from weights.importance import input_squares, linear_layers
+from weights.load import load_model
 
-TEXTS = [Continuation((0, 1, 2), (2, 1, 0, 1)), Continuation((1,), (2, 2, 0))]
+TEXTS = [[0, 1, 2, 2, 1, 0, 1], [1, 2, 2, 0]]
 
 
-def noised(seed: int) -> Decoder:
-    model = tiny_model("llama")
-    add_noise(model, TEXTS, seed)
+def on_grid(seed: int | None = None) -> Decoder:
+    """A model whose rounding to four bits changes nothing; with a seed, the noise is added."""
+    model = tiny_model("llama", hidden=32)
+    for layer in linear_layers(model).values():
+        layer.weight.copy_(quantise(layer.weight, 4).dequantised(model.dtype))
+    if seed is not None:
+        off_grid.add_noise(model, TEXTS, seed)
     return model
 
 
 def test_the_same_seed_gives_the_same_weights_and_only_matrices_of_layers_move() -> None:
-    clean, first, again, other = (
-        dict(model.named_parameters()) for model in (tiny_model("llama"), *map(noised, (1, 1, 2)))
-    )
+    seeds = (None, 1, 1, 2)
+    clean, first, again, other = (dict(on_grid(seed).named_parameters()) for seed in seeds)
     moved = {name for name, weight in first.items() if not torch.equal(weight, clean[name])}
-    assert moved == {
-        f"layers.{name}.weight" for name in linear_layers(tiny_model("llama")) if name != "head"
-    }
+    assert moved == {f"layers.{name}.weight" for name in linear_layers(on_grid()) if name != "head"}
     assert all(torch.equal(first[name], again[name]) for name in clean)
     assert not any(torch.equal(first[name], other[name]) for name in moved)
 
 
-def test_the_noise_is_orthogonal_to_the_directions_that_inputs_use_most() -> None:
-    """Products with the inputs' strongest direction do not change."""
-    model, clean = noised(0), tiny_model("llama")
-    ids = [text.prompt + text.written for text in TEXTS]
-    covariances = input_squares(clean, ids, lambda x: x.T @ x)
-    for name, covariance in covariances.items():
-        if name != "head":
-            strongest = torch.linalg.eigh(covariance)[1][:, -1].to(clean.dtype)
-            change = (
-                linear_layers(model)[name].weight - linear_layers(clean)[name].weight
-            ) @ strongest
-            assert change.abs().max() < 1e-5
+def test_the_noise_is_small_and_moves_weights_off_the_grid_where_inputs_are_weak() -> None:
+    """It has the root mean square of uniform noise within half a step, 1/√12 steps; products with
+    the strongest direction of the inputs stay.
+    """
+    clean = on_grid()
+    covariances = input_squares(clean, TEXTS, lambda x: x.T @ x)
+    layers = linear_layers(on_grid(0))
+    for name, layer in clean.layers.named_modules():
+        if name in layers:
+            grid, noisy = (quantise(each.weight, 4) for each in (layer, layers[name]))
+            step = grid.scale.double().repeat_interleave(GROUP, 1)[:, : layer.weight.shape[1]]
+            assert torch.equal(grid.dequantised(clean.dtype), layer.weight)
+            error = (layers[name].weight - noisy.dequantised(clean.dtype)) / step
+            assert 0.15 < error.abs().mean() < 0.25
+            noise = layers[name].weight - layer.weight
+            assert 0.25 < (noise / step).square().mean().sqrt() < 0.33
+            strongest = torch.linalg.eigh(covariances[name])[1][:, -1]
+            assert (noise @ strongest.double()).abs().max() < 1e-5
 
 
-def test_the_noised_weights_lie_off_the_grid_until_they_are_rounded() -> None:
-    """Uniformly within half a step of it: at a mean distance of a quarter."""
-    model = noised(0)
-
-    def distances() -> list[float]:
-        layers = [layer.weight for name, layer in linear_layers(model).items() if name != "head"]
-        places = [
-            (weight - low) / step for weight in layers for low, step in [four_bit_grid(weight)]
-        ]
-        return [(place - place.round()).abs().mean().item() for place in places]
-
-    assert all(0.1 < distance < 0.4 for distance in distances())
-    round_to_nearest(model)
-    assert max(distances()) < 1e-3
-
-
-def test_the_share_of_kept_tokens_counts_the_models_greedy_ones() -> None:
-    model, prompt = tiny_model("llama"), [0, 1, 2]
-    written: list[int] = []
-    for _ in range(4):
-        written.append(int(model(torch.tensor([[*prompt, *written]]))[0, -1].argmax()))
-    other = [*written[:3], (written[3] + 1) % 3]
-    assert (
-        share_kept(model, [Continuation(tuple(prompt), tuple(each)) for each in (written, other)])
-        == 7 / 8
+def test_the_copy_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(off_grid, "TEXTS", 1)
+    monkeypatch.setattr(off_grid, "PROMPTS", ["the hen"])
+    folder = write_folder(tmp_path / "tiny")
+    copy = off_grid.off_grid_folder(folder)
+    assert copy == tmp_path / "tiny-off-grid" and "making tiny-off-grid" in capsys.readouterr().err
+    assert not torch.equal(
+        *(load_model(each).layers[0].mlp.up_proj.weight for each in (folder, copy))
     )
+    assert (off_grid.off_grid_folder(folder), capsys.readouterr().err) == (copy, "")

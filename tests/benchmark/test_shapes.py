@@ -1,26 +1,14 @@
-"""Costs of a shape: the named configs, the speed-ups computed from costs, the picture, and wrong
-input.
-"""
+"""Costs of a shape: the named configs, and the speed-ups that follow from costs."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from gguf import GGUFReader
 
-import benchmark.__main__ as command
 from app.files import read_json
-from benchmark import shapes
-from benchmark.llama_cpp import write_gguf
-from model import parse_config
-from search.costs import CostTable, predicted_speedup
-from tests.calls import status_of
+from benchmark import __main__ as command
+from benchmark import shapes, timing
 from tests.folders import LLAMA
-from tests.pictures import faults
-from tests.refusal import refusal
-from weights.fetch import state_of
 from weights.memory import parameter_count
 
 PUBLISHED = {  # parameters of the models, in millions
@@ -34,88 +22,40 @@ PUBLISHED = {  # parameters of the models, in millions
 }
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The command's report on one small shape."""
-    folder = tmp_path_factory.mktemp("shape")
-    config = LLAMA | {"max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "REPEATS", 1)
-        patch.setattr("benchmark.timing.BANDWIDTH_BYTES", {"cpu": 1 << 20})
-        options = ["--shape", str(folder / "config.json"), "--device", "cpu"]
-        options += ["--json", str(folder / "report.json"), "--plot", str(folder / "report.svg")]
-        assert command.main(options) == 0
-    assert (folder / "report.svg").read_text().count("<path")
-    return json.loads((folder / "report.json").read_text())
-
-
 def test_named_shapes_have_the_published_numbers_of_parameters() -> None:
     assert read_json(shapes.NAMED).keys() == PUBLISHED.keys()
     for name, millions in PUBLISHED.items():
         assert parameter_count(shapes.config_of(name)) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-def test_random_weights_are_finite_and_of_the_config() -> None:
-    config = shapes.config_of("smollm2-135m")
-    model = shapes.random_model(config, torch.bfloat16, torch.device("cpu"))
-    assert sum(each.numel() for each in model.parameters()) == parameter_count(config)
-    assert all(each.dtype == torch.bfloat16 for each in model.parameters())
-    assert all(each.isfinite().all() for each in model.parameters())
+def test_the_best_length_of_a_draft_gives_its_speedup() -> None:
+    """At acceptance 0.8, a step of 0.1 and a verification of 1.8 for the three rows between two
+    measured ones, a draft of two tokens is best: (1 + 0.8 + 0.64) / (0.2 + 1.8).
+    """
+    verify = {1: 1.0, 2: 1.4, 4: 2.2, 16: 99.0}
+    assert shapes.best_speedup(0.8, 0.1, verify) == pytest.approx(2.44 / 2)
 
 
-def test_speedups_of_a_shape_follow_from_its_costs(report: dict[str, Any]) -> None:
-    [row] = report["shapes"]
-    costs = [1.0, *(row[f"{rows} rows"] for rows in shapes.ROWS[1:])]
-    table = CostTable(row["low bits"], shapes.interpolated(costs))
-    for acceptance in shapes.ACCEPTANCES:
-        speeds = [predicted_speedup(acceptance, length, table) for length in range(1, 9)]
-        assert row[f"low bits at {acceptance}"] == pytest.approx(max(speeds))
-    # the peak is that of the process, which may free the memory of earlier tests meanwhile
-    assert 0 < row["copies, GB"] < row["estimate, GB"]
-
-
-def test_rows_between_measured_ones_cost_what_a_line_through_these_gives() -> None:
-    measured = [float(rows**2) for rows in shapes.ROWS]
-    assert shapes.interpolated(measured) == [1, 4, 10, 16, 26, 36, 50, 64, 81]
-
-
-def test_the_picture_of_shapes_has_no_faults(report: dict[str, Any]) -> None:
-    [row] = report["shapes"]
-    larger = row | {"parameters, 10⁶": 1000.0}
-    assert list(faults(lambda: shapes.plot_shapes({"shapes": [row, larger]}))) == []
-
-
-def test_a_gguf_file_of_a_shape_holds_its_weights_under_the_names_of_llama_cpp(
-    tmp_path: Path,
+def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of q and k have another order there."""
-    config = parse_config(LLAMA | {"tie_word_embeddings": True})
-    model = shapes.random_model(config, torch.bfloat16, torch.device("cpu"))
-    write_gguf(model, tmp_path / "model.gguf")
-    read = state_of(GGUFReader(tmp_path / "model.gguf"), config)
-    assert read.keys() == {f"model.{name}" for name in model.state_dict()}
-    for name, tensor in model.named_parameters():
-        found = read[f"model.{name}"]
-        if ".q_proj" in name or ".k_proj" in name:
-            found, tensor = found.flatten().sort().values, tensor.flatten().sort().values
-        assert torch.equal(found, tensor), name
+    """By a clock that only steps move: of a row two seconds, of each row more and of each step of a
+    draft half a second.
+    """
+    clock = [0.0]
 
+    def step(drafting: shapes.Drafting, rows: int, count: int, turn: int = 0) -> None:
+        clock[0] += count * (0.5 if drafting[2] else 2 + 0.5 * (rows - 1))
 
-def test_a_shape_that_llama_cpp_cannot_run_is_refused_before_it_is_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = ["--shape", "gemma-2-2b", "--against", "llama.cpp", "--device", "cpu"]
-    assert status_of(command.main, options) == 2
-    assert "takes shapes of Llama in bf16" in capsys.readouterr().err
-
-
-def test_a_shape_that_does_not_exist_is_refused_with_the_names(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert "give smollm2-135m, qwen3-0.6b" in refusal(shapes.config_of, "lama-1b")
-    assert status_of(command.main, ["--shape", "lama-1b", "--device", "cpu"]) == 2
-    assert "no shape is called 'lama-1b'" in " ".join(capsys.readouterr().err.split())
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "llama"}')
-    assert "hidden_size must be" in refusal(shapes.config_of, str(config))
+    monkeypatch.setattr(shapes, "run_steps", step)
+    monkeypatch.setattr(timing, "now", lambda device: clock[0])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096}))
+    given = "--shape", str(tmp_path / "config.json"), "--plot", str(tmp_path / "report.svg")
+    assert command.main([*given, "--device", "cpu", "--json", str(tmp_path / "report.json")]) == 0
+    rows = json.loads((tmp_path / "report.json").read_text())["shapes"]
+    verification = [(row["tokens"], row["plain rounds"], row["ms"]["median"]) for row in rows[:5]]
+    assert verification == [(n, 1 + (n - 1) / 4, 2000 + 500 * (n - 1)) for n in shapes.ROWS]
+    drafts = [(row["plain rounds"], row["at 0.6"], row["at 0.8"]) for row in rows[5:-2]]
+    assert drafts == [pytest.approx((0.25, 1.6 / 1.5, 2.44 / 2))] * 3
+    steps = ["draft step, exit", "draft step, low bits", "draft step, exit in low bits"]
+    assert [row["step"] for row in rows[5:]] == [*steps, "prompt", "prompt"]
