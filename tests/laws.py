@@ -155,7 +155,7 @@ def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
 
 def low_bits(model: Decoder, cache: KVCache) -> Drafter:
     """Self-draft under a plan with every number of bits, in the head too."""
-    plan = LayerPlan.skipping(model.num_layers, [2], []).in_bits(4)
+    plan = LayerPlan.skipping(3, [2], []).in_bits(4)
     return ModelDrafter(
         model, cache, replace(plan, attention=(FULL, *plan.attention[1:]), mlp=(8, *plan.mlp[1:]))
     )

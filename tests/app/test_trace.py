@@ -3,7 +3,6 @@ on it.
 """
 
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from app import trace, writer
+from app import session, trace
 from app.characters import Labels, visible
 from app.trace import LiveTrace
 from decoding.rounds import Round
@@ -56,7 +55,7 @@ def show(
     colour: bool = False,
     labels: Labels = LABELS,
 ) -> str:
-    """What the view writes; a policy without a threshold, rounds half a second apart, no pauses."""
+    """What the view writes, without pauses."""
     file = Terminal() if terminal else io.StringIO()
     console = Console(
         file=file,
@@ -66,8 +65,8 @@ def show(
         _environ={} if colour else {"NO_COLOR": "1"},
     )
     with LiveTrace(console, labels, pause=0) as view:
-        for number, round in enumerate(rounds, 1):
-            view.add(round, number / 2)
+        for round in rounds:
+            view.add(round)
     return file.getvalue()
 
 
@@ -154,8 +153,8 @@ def test_a_draft_is_seen_dim_before_its_verdict(monkeypatch: pytest.MonkeyPatch)
         trace.time, "sleep", lambda seconds: seen.append((seconds, file.getvalue()))
     )
     with LiveTrace(console, LABELS) as view:
-        view.add(Round(5, [], 0, [0]), 1.0)
-        view.add(Round(6, [1, 2], 1, [1, 0]), 2.0)
+        view.add(Round(5, [], 0, [0]))
+        view.add(Round(6, [1, 2], 1, [1, 0]))
     ((seconds, before),) = seen
     assert seconds == trace.PAUSE
     assert "\x1b[2m quick fox" in before and screen(before, 60)[1] == " the quick fox"
@@ -213,33 +212,28 @@ DRAFTS = {
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_every_draft_can_be_watched_without_changing_the_text(
-    draft: str, models: Path, tmp_path: Path, run: Run
+    draft: str, models: Path, run: Run
 ) -> None:
-    """--trace writes to standard error beside --json, --html its file; the objects are as without
-    them.
-    """
+    """--trace writes to standard error beside --json; the objects are as without it."""
     options = f"--model {models}/model --draft {draft} {DRAFTS[draft]} --json --max-new-tokens 12"
-    page, asked = tmp_path / "page.html", ["the hen and the", *options.format(models).split()]
-    plain, watched = run(*asked), run(*asked, "--trace", "--html", page)
+    command = ["the hen and the", *options.format(models).split()]
+    plain = run(*command)
+    watched = run(*command, "--trace")
     tokens = [each["tokens"] for each in plain.objects]
     assert tokens and [each["tokens"] for each in watched.objects] == tokens
     assert watched.err.count("{~discarded~} the target's own token") == len(tokens)
-    assert watched.err.count(str(page)) == 1 and page.stat().st_size > 1000
 
 
 def test_ctrl_c_keeps_what_was_there(
-    models: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Status 130, the trace with its line of statistics, and a page of the rounds so far."""
-    production, page = writer.speculate, tmp_path / "page.html"
+    """Status 130, and the trace with its line of statistics."""
+    production = session.speculate
 
     def interrupted(*arguments: Any, **named: Any) -> Iterator[Round]:
         yield from islice(production(*arguments, **named), 3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "speculate", interrupted)
-    options = ["the hen", "--model", models / "model", "--draft", "none", "--trace"]
-    ended = run(*options, "--html", page)
-    assert ended.status == 130 and "1.00 tokens a round" in ended.err
-    (sample,) = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["samples"]
-    assert len(sample["rounds"]) == 3 and sample["finish"] == "interrupted"
+    monkeypatch.setattr(session, "speculate", interrupted)
+    ended = run("the hen", "--model", models / "model", "--draft", "none", "--trace")
+    assert ended.status == 130 and "3 tokens in" in ended.err and "1.00 tokens a round" in ended.err

@@ -1,0 +1,112 @@
+"""Conversations: what a turn reads, keeps and forgets, and one at a terminal."""
+
+import io
+from typing import Any
+
+import pytest
+
+import generate
+from app.chat import ContextFull
+from app.session import Session
+from tests.calls import recorded
+from tests.commands import Run
+from tests.refusal import refusal
+
+STORY = "Tell me a story of a fox who learns to share his food with all the others."
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return generate.load("tiny-llama", max_new_tokens=12, draft="lookup")
+
+
+def test_a_turn_reads_only_what_is_new(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the prompt of the whole conversation, read from the common prefix on."""
+    chat = session.chat()
+    chat.say(STORY)
+    before = [*chat.slot.tokens]
+    target = type(session.model.model)
+    read = recorded(monkeypatch, target, "prefill", lambda _, ids, cache, at=0: ids[0].tolist())
+    answer = chat.say("And?")
+    prompt = answer.source.tokens[: answer.source.prompt_length]
+    ((new),) = read
+    assert prompt[-1 - len(new) : -1] == new and len(new) < 20 < len(before)
+    assert prompt == session.encode_messages(chat.messages[:-1])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "race"])
+def test_a_conversation_repeats_and_goes_on_from_its_messages(
+    session: Session, options: dict[str, Any]
+) -> None:
+    turns = ["Tell me a story.", "And then?", "Who was it?"]
+    first = session.chat(**options)
+    again = session.chat(**options)
+    answers = [(first.say(turn).text, again.say(turn).text) for turn in turns]
+    assert all(one == other for one, other in answers)
+    assert [each["role"] for each in first.messages] == ["user", "assistant"] * 3
+
+
+def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far(session: Session) -> None:
+    chat = session.chat()
+    pieces = chat.stream("Tell me a story.")
+    begun = next(pieces)
+    pieces.close()
+    assert chat.messages[-1]["content"].startswith(begun) and chat.sample.finish == "interrupted"
+    assert chat.say("Go on.").finish == "length"
+    next(chat.stream("Who was it?"))
+    for _ in range(4):
+        chat.forget()
+    assert chat.messages == []
+    chat.say("Hello")
+    assert [each["content"] for each in chat.messages[::2]] == ["Hello"]
+
+
+def test_nothing_is_kept_of_a_turn_that_could_not_be_answered(session: Session) -> None:
+    chat = session.chat()
+    chat.say("Hello")
+    before = list(chat.messages)
+    for wrong in ({"draft": "absent.py:Drafter"}, {"draft": "skip", "plan": "absent.json"}):
+        assert "absent" in refusal(chat.say, "Tell me a story.", **wrong)
+        assert chat.messages == before
+
+
+def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten() -> None:
+    chat = generate.load("tiny-llama", max_new_tokens=6, context=120).chat()
+    chat.say("Hello")
+    chat.say("Again")
+    with pytest.raises(ContextFull, match="forget"):
+        chat.say("fox " * 120)
+    assert len(chat.messages) == 4
+    chat.forget()
+    assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]
+    assert chat.say("Hello").rounds
+
+
+TERMINAL = ["--interactive", "--model", "tiny-llama", "--draft", "lookup", "--max-new-tokens", "8"]
+
+
+def test_a_conversation_at_a_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, session: Session
+) -> None:
+    lines = ["/stats", "Hello", "/stats", "/draft none", "/stats", "/draft bogus", "", "/trace"]
+    lines += ["Again", "/bogus 3", "/forget", "/reset", "/help", "/quit", "never read"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    said = run(*TERMINAL)
+    assert said.status == 0 and "never read" not in said.out
+    assert session.chat(max_new_tokens=8).say("Hello").text in said.out
+    for line in (
+        "nothing is written yet",
+        "[draft: none]",
+        "no draft is called 'bogus'",
+        "[unknown command /bogus: /help",
+        "/draft KIND",
+    ):
+        assert said.err.count(line) == 1
+    # of the last answer, whatever drafts next
+    assert said.err.count("tokens/s; prompt lookup") == 2
+    assert "accepted" in said.out, "the trace"
+
+
+def test_the_end_of_input_ends_a_conversation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert run(*TERMINAL).status == 0

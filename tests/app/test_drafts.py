@@ -1,0 +1,189 @@
+"""Drafts: the drafter and the policy that options and a plan mean, and what they need."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.drafts import draft_of, plan_for
+from app.options import Options
+from app.plan_file import DraftPlan, write_plan
+from app.session import Session, load
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from model import LayerPlan
+from model.places import cache_folder
+from tests.calls import recorded
+from weights import memory
+
+PLAN = DraftPlan(LayerPlan.skipping(24, [1], []), gamma=6, threshold=0.7)
+PLAIN = DraftPlan(LayerPlan.skipping(24, [1], []), gamma=0)
+PROMPT = "Once upon a time"
+Seen = tuple[type[Policy], int, float | None]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no measured importance beyond a test."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "step").symlink_to(cache_folder() / "step")
+    monkeypatch.setenv("SPECDEC_CACHE", str(folder))
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return load("tiny-llama", max_new_tokens=24)
+
+
+def way_of(session: Session, **options: Any) -> Any:
+    sample = session.begin(session.encode(PROMPT), session.merged(options))
+    slot = session.slot_for(sample.source.longest)
+    session.read(sample, slot, session.model)
+    return draft_of(session, sample, slot, session.model)
+
+
+def seen(policy: Policy) -> Seen:
+    """Kind, length and threshold."""
+    return type(policy), policy.gamma, getattr(policy, "threshold", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "plan", "expected"),
+    [
+        ({}, None, (FixedLength, 4, None)),
+        ({}, PLAN, (AdaptiveExit, 6, 0.7)),
+        ({}, PLAIN, (FixedLength, 0, None)),
+        ({"adaptive": True}, PLAIN, (FixedLength, 0, None)),
+        ({"gamma": 2}, PLAIN, (FixedLength, 2, None)),
+        ({"gamma": 2}, PLAN, (FixedLength, 2, None)),
+        ({"adaptive": False}, PLAN, (FixedLength, 6, None)),
+        ({"adaptive": False}, None, (FixedLength, 4, None)),
+        ({"adaptive": True}, None, (AdaptiveExit, 4, 0.8)),
+        ({"adaptive": True, "temperature": 1.0}, None, (AdaptiveExit, 4, 0.5)),
+        ({"adaptive": True, "gamma": 3}, None, (AdaptiveExit, 3, 0.8)),
+        ({"adaptive": True, "gamma": 3}, PLAN, (AdaptiveExit, 3, 0.7)),
+    ],
+)
+def test_what_an_option_does_not_say_the_plan_says(
+    session: Session, given: dict[str, Any], plan: DraftPlan | None, expected: Seen
+) -> None:
+    """A plan that says that no draft pays drafts only where a length is given."""
+    of_plan = {"draft": "skip", "plan": plan} if plan else {"draft": "exit"}
+    assert seen(way_of(session, **of_plan, **given).policy) == expected
+    gated = way_of(session, **of_plan, **given, min_target_confidence=0.4).policy
+    if expected[1]:
+        assert isinstance(gated, ConfidenceGate) and gated.least == 0.4
+        assert seen(gated.inner) == expected
+    else:
+        assert seen(gated) == expected
+
+
+def test_a_low_bit_draft_has_the_bits_asked_for(session: Session) -> None:
+    for bits, wanted in ((None, 4), (8, 8)):
+        way = way_of(session, draft="lowbit", bits=bits)
+        assert {*way.plan.attention, *way.plan.mlp} == {wanted} and way.policy.gamma == 5
+
+
+@pytest.mark.parametrize(("kernels", "head"), [((4,), 4), ((4, 8), 8), ((), 8)])
+def test_a_low_bit_drafts_head_has_bits_with_a_kernel(
+    kernels: tuple[int, ...], head: int, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has a kernel for four bits only."""
+    abilities = session.model.abilities._replace(low_bits=kernels)
+    monkeypatch.setattr(session.model, "abilities", abilities)
+    assert way_of(session, draft="lowbit").plan.head == head
+
+
+def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low_bits = plan_for(Options(draft="lowbit"), tmp_path, session.model.num_layers).plan
+    plan = LayerPlan.full(session.model.num_layers).in_bits(8)
+    write_plan(tmp_path / "plan.json", DraftPlan(plan, 3), "", {})
+    four = memory.low_bit_bytes(session.config, low_bits)
+    eight = memory.low_bit_bytes(session.config, plan)
+    eight += 6 * session.config.vocab_size * session.config.hidden_size + 1  # while it is rounded
+    for free, count in [(1, 1), (eight, 2), (four + eight, 3)]:
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        way = way_of(session, draft="auto", plan=str(tmp_path / "plan.json"))
+        assert len(way.name.split("; ")) == count
+
+
+def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(tmp_path: Path) -> None:
+    """They are made only if they fit."""
+    (tmp_path / "plan.json").write_text('{"bits": 8}')
+    copies = [
+        Session(Options(model="tiny-llama", plan=str(tmp_path / "plan.json"), draft=kind))
+        .memory(64)
+        .low_bit_copies
+        for kind in ("skip", "auto")
+    ]
+    assert [bool(each) for each in copies] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "granted"),
+    [
+        ({}, True),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 1.0, "coupling": "ratio"}, False),
+        ({"temperature": 1.0, "coupling": "block"}, False),
+        ({"no_compile": True}, False),
+    ],
+    ids=str,
+)
+def test_costs_are_measured_where_no_draft_length_can_change_a_text(
+    options: dict[str, Any], granted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once per session; its texts then share their estimates."""
+    measured = recorded(
+        monkeypatch, __import__("decoding.auto").auto, "measured_costs", lambda *_: 1
+    )
+    session = load("tiny-llama", draft="auto", max_new_tokens=4, seed=0, **options)
+    texts = [session.write(PROMPT) for _ in range(2)]
+    assert len(measured) == granted == (session.estimates is not None)
+    assert texts[0].tokens == texts[1].tokens
+
+
+def test_without_drafts_no_copies_are_made(session: Session) -> None:
+    fresh = load("tiny-llama")
+    for adaptive in (None, True):
+        way = way_of(fresh, draft="lowbit", gamma=0, adaptive=adaptive)
+        assert way.policy.gamma == 0 and way.plan is None
+    assert not fresh.prepared
+
+
+@pytest.mark.parametrize("kind", ["lookup", "lowbit", "auto"])
+def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
+    tmp_path: Path, kind: str, session: Session
+) -> None:
+    folder = Path(shutil.copytree(session.folder, tmp_path / "model"))
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    folder.chmod(0o555)
+    load(str(folder), draft=kind, max_new_tokens=4).write(PROMPT)
+    folder.chmod(0o755)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_draft_writes_the_plain_text(dtype: str) -> None:
+    """Greedy, and with a seed under the race."""
+    session = load("tiny-llama", dtype=dtype, max_new_tokens=32)
+    assert session.dtype == getattr(torch, dtype)
+    ways: list[dict[str, Any]] = [
+        {"draft": "lookup"},
+        {"draft": "lowbit"},
+        {"draft": "exit", "bits": 8, "adaptive": True},
+        {"draft": "exit", "exit_layer": 1, "min_target_confidence": 0.2},
+        {"draft": "skip", "plan": DraftPlan(LayerPlan.skipping(session.model.num_layers, [1], []))},
+        {"draft": "model", "draft_model": "tiny-llama"},
+        {"draft": "auto"},
+    ]
+    for params in ({}, {"temperature": 0.9, "seed": 4, "top_p": 0.9}):
+        plain = session.write(PROMPT, draft="none", **params)
+        for way in ways:
+            sample = session.write(PROMPT, **way, **params)
+            assert sample.tokens == plain.tokens
+            assert sample.statistics.drafted > 0 or way["draft"] in ("lookup", "auto")

@@ -1,0 +1,125 @@
+"""Options: types, ranges, what goes together, and one line for what does not."""
+
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from app.options import GRAMMARS, Options, parse
+from app.session import Session, load
+from model import InputError
+from tests.calls import status_of
+from tests.refusal import refusal
+
+REFUSED = {  # options -> the name of the wrong one, and a part of the line
+    "text for a number": ({"temperature": "0.7"}, "temperature", "must be a number"),
+    "a truth value for a number": ({"temperature": True}, "temperature", "must be a number"),
+    "a fraction": ({"seed": 1.5}, "seed", "must be a whole number"),
+    "a number for a truth value": ({"chat": "yes"}, "chat", "must be True or False"),
+    "another rule": ({"coupling": "bogus"}, "coupling", "one of ratio, race, block"),
+    "text for a list": ({"stop": "end"}, "stop", "must be a list of strings"),
+    "nothing for a list": ({"stop": None}, "stop", "must be a list of strings"),
+    "a number for text": ({"draft": 3}, "draft", "must be a string"),
+    "a negative temperature": ({"temperature": -1.0}, "temperature", "at least 0"),
+    "an infinite one": ({"temperature": float("inf")}, "temperature", "finite"),
+    "no number": ({"min_target_confidence": float("nan")}, "min_target_confidence", "from 0 to 1"),
+    "too much of a number": ({"seed": 10**5000}, "seed", "too large"),
+    "no text to write": ({"max_new_tokens": 0}, "max_new_tokens", "at least 1"),
+    "a negative length": ({"draft": "exit", "gamma": -1}, "gamma", "at least 0"),
+    "half a character": ({"stop": ["\ud800"]}, "stop", "is not UTF-8 text"),
+    "an unknown draft": ({"draft": "nonsense"}, "draft", "no draft is called 'nonsense'"),
+    "no draft model": ({"draft": "model"}, "draft_model", "needs --draft-model"),
+    "no effect on lookup": (
+        {"draft": "lookup", "bits": 4},
+        "bits",
+        "no effect with --draft lookup",
+    ),
+    "no effect on auto": ({"draft": "auto", "gamma": 4}, "gamma", "no effect with"),
+    "three bits": ({"draft": "lowbit", "bits": 3}, "bits", "one of 4, 8"),
+    "two grammars": (dict.fromkeys(GRAMMARS, "a"), None, "give one of"),
+    "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "stand alone"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_option_is_named_in_one_line(name: str) -> None:
+    given, field, said = REFUSED[name]
+    assert said in refusal(Options, **given)
+    with pytest.raises(InputError) as caught:
+        Options(**given)
+    assert caught.value.field == field
+
+
+def test_a_command_line_fills_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "hi --draft exit --exit-layer 3 --no-chat --stop a --stop b --temperature .5 --trace"
+    found = parse(given.split())
+    assert found == Options(
+        prompt="hi", draft="exit", exit_layer=3, chat=False, stop=("a", "b"), temperature=0.5,
+        trace=True,
+    )  # fmt: skip
+    assert parse([]) == Options()
+    for wrong in (["--temperature", "warm"], ["--colour"], ["--coupling", "bogus"], ["a", "b"]):
+        assert status_of(parse, wrong) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
+    exits = Options(draft="exit", exit_layer=3, gamma=2, trace=True)
+    assert exits.merged({"draft": "lookup"}) == Options(draft="lookup", trace=True)
+    assert exits.merged({"draft": "exit"}) == exits
+    assert exits.merged({"grammar": "g"}).merged({"regex": "a"}).grammar is None
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return load("tiny-llama", max_new_tokens=12, draft="lookup")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"temperature": "0.7"}, "--temperature must be a number"),
+        ({"trace": True}, "no option trace"),
+        ({"colour": "red"}, "no option colour"),
+        ({"model": "tiny-gemma2"}, "model is an option of load"),
+        ({"regex": "\ud800"}, "--regex is not UTF-8 text"),
+        ({"json_schema": {"enum": ["\ud800"]}}, "is not"),
+        ({"json_schema": {"enum": {1}}}, "--json-schema is no JSON"),
+        ({"draft": "absent.py:Drafter"}, "absent.py"),
+        ({"draft": "skip", "plan": "absent.json"}, "absent.json"),
+    ],
+    ids=str,
+)
+def test_every_call_of_python_refuses_it(
+    session: Session, wrong: dict[str, Any], said: str
+) -> None:
+    for call in (session.write, session.chat().say):
+        assert said in refusal(call, "Hello", **wrong)
+    assert said in refusal(session.write_all, ["Hello"], **wrong)
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", None, 3, ["Hello"], b"Hello"], ids=repr)
+def test_a_prompt_that_is_no_text_is_refused(session: Session, prompt: Any) -> None:
+    for call in (session.write, session.stream, session.chat().say):
+        assert "a string that is not empty" in refusal(call, prompt)
+    if not isinstance(prompt, list):
+        said = refusal(session.write_all, prompt)
+        assert "prompts must be a list of strings" in said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 10**400, "temperature": 1.0},
+        {"json_schema": {"type": "integer", "minimum": 10**40}},
+        {"json_schema": reduce(lambda inner, _: {"items": inner}, range(3000), {})},
+    ],
+    ids=["top-k", "minimum", "depth"],
+)
+def test_numbers_and_schemas_of_any_size_are_taken_or_refused(
+    session: Session, options: dict[str, Any]
+) -> None:
+    try:
+        assert len(session.write("Hello", **options).tokens) == 12
+    except InputError as error:
+        assert "\n" not in str(error)

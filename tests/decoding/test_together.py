@@ -1,0 +1,286 @@
+"""Texts that share steps are those written alone, token for token, and end alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoding.policies import Policy
+from decoding.proof.enumeration import output_law, total_variation
+from decoding.proof.judge import Setup, run_loop
+from decoding.proof.plain_law import Request, plain_law
+from decoding.proof.table_model import TableModel
+from decoding.randomness import Randomness
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from decoding.speculate import speculate
+from decoding.text import DeadEnd, Rules, Text
+from decoding.together import FEW, ForFew, Together
+from decoding.verify import COUPLINGS, Rule
+from model import Decoder, InputError, LayerPlan, build, parse_config
+from model.fast import accelerate
+from tests.calls import recorded
+from tests.configs import small
+from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
+
+VOCAB = 11
+CAPACITY = 48
+CHUNK = 4  # tokens of a prompt per pass, so that most prompts take several
+LETTERS = [b"abcdefghijk"[token : token + 1] for token in range(VOCAB)]
+GREEDY = SamplingParams()
+RATIO = Rule("ratio", 0)
+
+
+def model_of(family: str, dtype: torch.dtype) -> Decoder:
+    model = tiny_model(family, vocab=VOCAB, hidden=16).to(dtype)
+    return accelerate(model)
+
+
+MODELS: dict[str, Decoder] = {
+    "llama": model_of("llama", torch.bfloat16),
+    "gemma2": model_of("gemma2", torch.bfloat16),
+    "gemma3_text": model_of("gemma3_text", torch.float32),
+    "readable blocks": model_of("llama", torch.float64),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_chunks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.decoder.PREFILL_CHUNK", CHUNK)
+        yield
+
+
+def nothing_after(tokens: int) -> Any:
+    """A constraint that allows no token in a text of ``tokens`` tokens or more."""
+    return lambda text: torch.zeros(VOCAB, dtype=torch.bool) if len(text) >= tokens else None
+
+
+@dataclass
+class Wish:
+    """A text to write. It ``arrives`` after so many shared steps, and ``leaves`` after so many of
+    its rounds.
+    """
+
+    prompt: list[int]
+    rules: Rules
+    kind: str = "none"
+    policy: str = "fixed"
+    params: SamplingParams = SamplingParams(1.0)
+    rule: Rule = RATIO
+    arrives: int = 0
+    leaves: int = 1000
+    rounds: list[Round] = field(default_factory=list)
+    error: str = ""
+
+    def write(self, model: Decoder, target: Any, for_few: bool = False) -> Text:
+        """Write the text to its end, by ``target`` in place of the model."""
+        self.rounds.clear()
+        cache = model.new_cache(CAPACITY)
+        text = Text(self.prompt, self.rules, model, LETTERS.__getitem__)
+        target.prefill(torch.tensor([self.prompt[:-1]], dtype=torch.int64), cache)
+        drafter = REAL_DRAFTERS[self.kind](target, cache)
+        policy = drafter if isinstance(drafter, Policy) else REAL_POLICIES[self.policy]()
+        if for_few:
+            drafter = ForFew(drafter, target)
+        how = policy, self.params, self.rule.randomness(), self.rule.verify
+        try:
+            for round in speculate(target, cache, text, drafter, *how):
+                self.rounds.append(round)
+                if len(self.rounds) == self.leaves:
+                    break
+        except InputError as error:
+            self.error = str(error)
+        return text
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for round in self.rounds for token in (*round.emitted, *round.retracted)]
+
+
+@torch.inference_mode()
+def alone(model: Decoder, wish: Wish) -> Wish:
+    copied = replace(wish, rounds=[], error="")
+    copied.write(model, model)
+    return copied
+
+
+def together(model: Decoder, wishes: Sequence[Wish], for_few: bool = False) -> None:
+    """Write the texts in shared steps."""
+    shared = Together(model)
+    to_come = sorted(wishes, key=lambda wish: wish.arrives)
+    steps = 0
+    while to_come or shared.loops:
+        while to_come and (to_come[0].arrives <= steps or not shared.loops):
+            wish = to_come.pop(0)
+            shared.start(lambda wish=wish: wish.write(model, shared, for_few))
+        shared.step()
+        steps += 1
+
+
+rules = st.builds(
+    Rules,
+    st.integers(1, 16),
+    st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
+    st.lists(st.sampled_from(["ab", "g", "cc"]), max_size=1),
+    st.lists(st.sampled_from(["aa", "bc", "d", "ef"]), max_size=2),
+    st.lists(st.integers(4, 20).map(nothing_after), max_size=1),
+)
+nucleus = SamplingParams(0.8, top_p=0.8, repetition_penalty=1.2)
+wishes = st.builds(
+    Wish,
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=13),
+    rules,
+    st.sampled_from([*REAL_DRAFTERS]),
+    st.sampled_from([*REAL_POLICIES]),
+    st.sampled_from([GREEDY, SamplingParams(1.0), nucleus]),
+    st.builds(Rule, st.sampled_from([*COUPLINGS]), st.integers(0, 2**64 - 1)),
+    st.integers(0, 20),
+    st.one_of(st.just(1000), st.integers(1, 8)),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=25)
+@given(wanted=st.lists(wishes, min_size=2, max_size=5))
+def test_texts_written_together_are_those_written_alone(name: str, wanted: list[Wish]) -> None:
+    model = MODELS[name]
+    together(model, wanted)
+    for wish in wanted:
+        found = alone(model, wish)
+        assert (wish.rounds, wish.error) == (found.rounds, found.error)
+
+
+@pytest.mark.parametrize("rule", COUPLINGS)
+def test_many_texts_draft_nothing_except_where_that_would_change_them(rule: str) -> None:
+    """They share steps of one row each; under the ratio and the block rule, each draws its random
+    numbers by its draft lengths.
+    """
+    model = MODELS["llama"]
+    wanted = [
+        Wish([1, 2, 3], Rules(24 if seed == 0 else 6), "exit", rule=Rule(rule, seed))
+        for seed in range(FEW + 1)
+    ]
+    together(model, wanted, for_few=rule == "race")
+    found = [alone(model, wish) for wish in wanted]
+    assert [wish.tokens for wish in wanted] == [wish.tokens for wish in found]
+    drafted = [len(round.drafted) for round in wanted[0].rounds]
+    assert (drafted[0] == 0) == (rule == "race") and max(drafted) > 0
+    if rule != "race":
+        assert wanted[0].rounds == found[0].rounds
+
+
+class SharedTable(TableModel):
+    """A table whose calls share steps."""
+
+    def __init__(self, *tables: Tensor) -> None:
+        super().__init__(*tables)
+        self.widths: list[int] = []
+
+    def together(self, calls: Sequence[Any], plan: LayerPlan | None = None) -> list[Tensor]:
+        self.widths.append(len(calls))
+        return super().together(calls, plan)
+
+
+def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings() -> None:
+    """Enumerated: every outcome of every draw of both, in shared steps."""
+    generator = torch.Generator().manual_seed(3)
+    target, draft = torch.rand(2, 4, 2, dtype=torch.float64, generator=generator) + 0.1
+    model = SharedTable(target / target.sum(-1, keepdim=True), draft / draft.sum(-1, keepdim=True))
+    setup = Setup(policy=REAL_POLICIES["fixed"])
+    requests = [Request(prompt=(0, 1)), Request(prompt=(1,), banned=("bb",))]
+
+    def write(randomness: Randomness) -> tuple[object, ...]:
+        shared = Together(model)
+        shared.new_cache = model.new_cache
+        texts: dict[int, object] = {}
+
+        def loop(number: int) -> None:
+            texts[number] = run_loop(shared, requests[number], setup, randomness)
+
+        for number in range(2):
+            shared.start(lambda number=number: loop(number))
+        while shared.step():
+            pass
+        return texts[0], texts[1]
+
+    first, second = (plain_law(model, request) for request in requests)
+    product = {(one, two): p * q for one, p in first.items() for two, q in second.items()}
+    assert total_variation(output_law(write), product) < 1e-9
+    assert 2 in model.widths
+
+
+def test_drafts_and_verifications_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]
+    shared = recorded(
+        monkeypatch, type(model), "together", lambda _, calls, plan=None: (len(calls), plan is None)
+    )
+    wanted = [Wish([3], Rules(8), "exit", params=GREEDY) for _ in range(3)]
+    together(model, wanted)
+    assert shared[:4] == [(3, False)] * 3 + [(3, True)]
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one step between two of its chunks, and none of them delays a step."""
+    model = MODELS["llama"]
+    seen = recorded(monkeypatch, type(model), "together", lambda *_: "step")
+    monkeypatch.setattr(
+        model, "prefill", lambda *given: (seen.append("chunk"), model.model.prefill(*given))[0]
+    )
+    short = Wish([1, 2], Rules(20))
+    long = Wish([1, 2, 3] * 6, Rules(2), arrives=3)
+    together(model, [short, long])
+    first = seen.index("chunk", 1)
+    assert seen[first : first + 9] == ["chunk", "step"] * 4 + ["chunk"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_that_fails_ends_alone(name: str) -> None:
+    """By its constraint, and by non-finite numbers in its prompt."""
+    config = small("llama", vocab_size=VOCAB, hidden=16, tie_word_embeddings=False)
+    model = build(parse_config(config)).double().requires_grad_(False)
+    model.initialise(std=0.7, generator=torch.Generator().manual_seed(0))
+    model.embed_tokens.weight[7] = float("nan")
+    model = model if name == "readable blocks" else accelerate(model.bfloat16())
+    not_7 = Rules(8, constraints=[lambda tokens: torch.arange(VOCAB) != 7])
+    good = Wish([1, 2, 3, 4, 5], not_7, "exit")
+    dead_end = replace(not_7, constraints=[*not_7.constraints, nothing_after(7)])
+    wanted = [
+        replace(good, rounds=[]),
+        replace(good, rounds=[], rules=dead_end),
+        replace(good, rounds=[], prompt=[1, 7, 3, 4, 5]),
+        good,
+    ]
+    together(model, wanted)
+    found = [alone(model, wish) for wish in wanted]
+    assert [(wish.rounds, wish.error) for wish in wanted] == [
+        (wish.rounds, wish.error) for wish in found
+    ]
+    assert [bool(wish.error) for wish in wanted] == [False, True, True, False]
+    assert "finite" in wanted[2].error
+
+
+def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
+    """No inference mode, no waiting calls."""
+    model = MODELS["llama"]
+    shared = Together(model)
+    wish = Wish([1, 2, 3], Rules(8))
+    loops = [shared.start(lambda: wish.write(model, shared)) for _ in range(2)]
+    shared.step()
+    shared.stop(loops[0])
+    assert not torch.is_inference_mode_enabled() and len(shared.loops) == 1
+
+    def fail() -> None:
+        raise DeadEnd("no")
+
+    with pytest.raises(DeadEnd):
+        shared.start(fail)
+    while shared.step():
+        pass
+    assert not torch.is_inference_mode_enabled() and not shared.loops and not shared.calls
+    torch.ones(1, requires_grad=True).sum().backward()
