@@ -99,7 +99,7 @@ def test_every_option_is_one_of_a_command_line(option: str, helps: str) -> None:
     assert re.search(rf"{option}\b", helps)
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make ([a-z]+)", ALL))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?m)(?:^|`)make ([a-z]+)", ALL))))
 def test_every_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
