@@ -37,6 +37,7 @@ from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model import KVCache
 from model.fast.cpu import FastDecoder
+from tests.app import test_compare
 from tests.decoding import (
     test_drafters,
     test_grammar,
@@ -47,7 +48,6 @@ from tests.decoding import (
 )
 from tests.laws import EXACT, random_tables
 from tests.model import test_step
-from tests.scripts import test_compare
 
 
 @dataclass(frozen=True)
