@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,10 +35,8 @@ def test_the_notebook_runs_without_a_gpu_and_says_what_it_would_run(
 ) -> None:
     monkeypatch.chdir(ROOT / "docs")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    defined: dict[str, Any] = {}
-    for cell in json.loads((ROOT / "docs/gpu.ipynb").read_text("utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), defined)
+    cells = json.loads((ROOT / "docs/gpu.ipynb").read_text("utf-8"))["cells"]
+    exec("\n".join("".join(each["source"]) for each in cells if each["cell_type"] == "code"), {})
     said = capfd.readouterr().out
     assert "installed: nothing" in said and "There is no GPU" in said and "no report" in said
     parts = gpu_report.parts("tiny-llama")
