@@ -38,10 +38,9 @@ gpu: .venv/ready-dev $(WEIGHTS)
 readme: .venv/ready-dev $(WEIGHTS)
 	$(BIN)/python -m tests.readme
 
-# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, bf16 texts of all prompts, and
-# SmolLM2 on three processes.
+# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, and bf16 texts of all prompts.
 prove: .venv/ready-dev $(WEIGHTS)
-	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/model/test_step.py tests/scripts
+	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/model/test_step.py
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

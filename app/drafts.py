@@ -308,7 +308,7 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
             plans[name], drafters[name] = self_draft(session, chosen, slot, target)
             priors |= {name: chosen.kept_share} if chosen.kept_share else {}
     drafters["lookup"] = lookup(session, sample, slot, target).drafter
-    is_free = draws_alike(sample) and model.abilities.why_rows_vary is None and session.has_clock
+    is_free = draws_alike(sample) and model.abilities.why_rows_vary is None
     if not is_free:
         costs = costs_by_bytes(session, plans)
         estimates = Estimates()

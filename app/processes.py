@@ -1,15 +1,15 @@
 """Several processes that share a model, started by torchrun: SPMD, as in gpt-fast.
 
 Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``).
-Rank 0 broadcasts options, prompt and seed once, and after each round its tokens with a flag for
-Ctrl-C; only rank 0 prints. Every rank has all logits, each computed by one rank, and there is no
-clock, so the ranks take the same steps.
+Rank 0 broadcasts options, prompt and seed once. After each round the ranks compare its tokens and
+learn of Ctrl-C on rank 0; only rank 0 prints. Every rank has all logits, each computed by one rank,
+and there is no clock, so the ranks take the same steps.
 """
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
@@ -41,22 +41,31 @@ class SharedSession(Session):
 
     def __init__(self, options: Options, rank: int, size: int) -> None:
         super().__init__(options)
-        self.has_clock = False
         self.interrupted = Event()  # by Ctrl-C
         shard = Shard(self.config, rank, size)
+        ids = self.encode(options.prompt)
+        whole = self.config
+        self.config = shard.local
+        super().check_memory(ids)
+        self.config = whole
         loaded = load_model(self.folder, self.dtype, self.device, shard)
         self.model = split(loaded, shard)
+
+    def check_memory(self, ids: Sequence[int] = ()) -> str:
+        """Return nothing: the memory of the shard was checked before it was loaded."""
+        return ""
 
     def rounds(self, sample: Sample, *given: Any) -> Iterator[Round]:
         """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and
         KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
         """
         for round in super().rounds(sample, *given):
-            tokens, interrupted = from_rank_0((round.emitted, self.interrupted.is_set()))
-            if tokens != round.emitted:
+            told = round.emitted, self.interrupted.is_set()
+            found = exchange(dist.all_gather_object, [None] * dist.get_world_size(), told)
+            if any(tokens != round.emitted for tokens, _ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")
             yield round
-            if interrupted:
+            if found[0][1]:
                 raise KeyboardInterrupt
 
 

@@ -71,7 +71,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
         has_system = True
     if options.json_schema is None:
         return tokenizer.encode_chat(messages)
-    schema = json.dumps(json.loads(read_schema(options)))
+    with explaining("--json-schema is no JSON", (ValueError, RecursionError), "json_schema"):
+        schema = json.dumps(json.loads(read_schema(options)))
     line = f"Answer in JSON that follows this schema: {schema}"
     if not has_system:
         with suppress(InputError):

@@ -136,7 +136,6 @@ class Session:
         self.dtype = pick_dtype(options.dtype, self.folder, self.device)
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
-        self.has_clock = True  # whether the costs of drafts may be measured
         self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None

@@ -11,21 +11,24 @@ if __name__ == "__main__":  # before anything that takes long to import
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from app.characters import Labels
 from app.parsers import MODEL, Groups, run_script
 from app.picture import RULE, write_picture
-from docs.figures import GREEN, explained, sheet, tiles
 from model import Decoder, InputError
 from training.recipe import layer_outputs
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
+GREEN = "#7cbd9c"
 TOKENS = 6  # the last ones of the text
 WIDTH = 2.2  # of a tile
 OPTIONS: Groups = {
@@ -40,6 +43,40 @@ OPTIONS: Groups = {
         },
     },
 }
+
+
+def sheet(height: float, left: float, right: float, top: float) -> Axes:
+    """Axes without a frame; the height of the figure is in inches, the rest in units of tiles."""
+    return Figure(figsize=(7.5, height)).subplots(
+        subplot_kw={
+            "frame_on": False,
+            "xticks": [],
+            "yticks": [],
+            "xlim": (left, right),
+            "ylim": (0, top),
+        }
+    )
+
+
+def tiles(
+    axes: Axes, x: float, y: float, parts: Iterable[tuple[str, float, str]], name: str = ""
+) -> float:
+    """Draw a row of tiles (text, width, colour), with its name on the left. Returns its right end,
+    in units of tiles.
+    """
+    axes.text(x - 0.2, y + 0.44, name, ha="right", va="center", weight="bold")
+    for text, width, colour in parts:
+        axes.add_patch(Rectangle((x, y), width, 0.9, fc=colour, ec="white", linewidth=1.5))
+        axes.text(x + width / 2, y + 0.44, text, ha="center", va="center", fontsize=9)
+        x += width
+    return x
+
+
+def explained(axes: Axes, colours: dict[str, str]) -> Figure:
+    """The figure of these axes with the names of its colours below it."""
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    axes.figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
+    return axes.figure
 
 
 def shown_layers(count: int) -> list[int]:

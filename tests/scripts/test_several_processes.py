@@ -124,7 +124,9 @@ def test_processes_that_choose_different_tokens_end_with_one_line(folder: Path) 
     """Other random numbers stand for hardware that rounds differently."""
     drawn = "--draft", "none", "--temperature", 1, "--coupling", "ratio"
     first, other = run_all(rounding_otherwise, [command(folder, *EXACT, *drawn)] * 2)
-    assert first.err.splitlines()[-1].startswith("error: ") and other == Outcome(2, "", "")
+    assert first.err.splitlines()[-1].startswith(
+        "error: the processes disagree"
+    ) and other == Outcome(2, "", "")
 
 
 BAD = {
