@@ -379,8 +379,9 @@ def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Serve
         with served.begin(path, asked):
             until(lambda: len(served.worker.together.loops) == 2)
             job = served.worker.jobs[1]
-        until(lambda: served.worker.together.loops == [served.worker.jobs[0].writing])
-        assert job.is_abandoned and job.writing.dead and other.recv(10)
+        until(lambda: job.writing.dead)
+        assert served.worker.together.loops == [served.worker.jobs[0].writing]
+        assert job.is_abandoned and other.recv(10)
     until(lambda: not served.worker.jobs)
 
 
