@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from app.command_line import run_command, say
 from app.device import keep_freed_memory, pick_device
-from model import Decoder, InputError
+from model.decoder import Decoder
+from model.errors import InputError
 from training.recipe import (
     dropout_rates,
     evaluate,

@@ -14,7 +14,8 @@ from typing import Any
 
 from app.files import read_json, write_json
 from decoding.policies import AdaptiveExit, FixedLength, Policy
-from model import FULL, LOW_BITS, InputError, LayerPlan
+from model.errors import InputError
+from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.load import model_fingerprint
 
 GAMMA = 4  # tokens drafted per round by default

@@ -27,7 +27,7 @@ from app.session import Session
 from app.table import Row, table
 from benchmark import picture, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
-from model import InputError
+from model.errors import InputError
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder

@@ -15,7 +15,7 @@ import torch
 from app.command_line import say
 from app.options import Options
 from app.session import Session, accelerated
-from model import Decoder
+from model.decoder import Decoder
 from model.quantise import GROUP, quantise
 from weights.importance import PROMPTS, input_squares, linear_layers
 from weights.load import load_model

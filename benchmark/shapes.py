@@ -18,8 +18,12 @@ from app.plan_file import LONGEST_DRAFT
 from app.table import Row
 from benchmark.timing import spread, take_turns, timed
 from decoding.rounds import expected_speedup
-from model import Decoder, InputError, LayerPlan, ModelConfig, build, parse_config
+from model.config import ModelConfig, parse_config
+from model.decoder import Decoder
+from model.errors import InputError
+from model.families import build
 from model.fast import accelerate
+from model.plan import LayerPlan
 from weights.memory import check_fits, estimate, has_memory_for, parameter_count
 
 NAMED = Path(__file__).with_name("shapes.json")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import launch
+from model.device import launch
 
 
 class Place(NamedTuple):

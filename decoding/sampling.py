@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import InputError, launch
+from model.device import launch
+from model.errors import InputError
 
 # On a CPU the filters see the tokens whose scores are at most this far below the largest: the next
 # distance where these are too few.

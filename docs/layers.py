@@ -23,7 +23,8 @@ from torch import Tensor
 from app.characters import Labels
 from app.parsers import MODEL, Groups, run_script
 from app.picture import RULE, write_picture
-from model import Decoder, InputError
+from model.decoder import Decoder
+from model.errors import InputError
 from training.recipe import layer_outputs
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from model import build, parse_config
+from model.config import parse_config
+from model.families import build
 from tests.configs import small
 
 END = "<|end|>"

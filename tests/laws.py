@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from decoding.auto import Auto, Costs, Estimates, Rates
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.judge import self_draft
@@ -18,7 +19,11 @@ from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.speculate import speculate
 from decoding.text import Rules, Text, TokenBytes
-from model import FULL, LOW_BITS, Decoder, KVCache, LayerPlan, build, parse_config
+from model.cache import KVCache
+from model.config import parse_config
+from model.decoder import Decoder
+from model.families import build
+from model.plan import FULL, LOW_BITS, LayerPlan
 from tests.configs import small
 
 
@@ -43,30 +48,8 @@ NO_MODEL: dict[str, NewDrafter] = {
 TABLE_DRAFTERS: dict[str, NewDrafter] = {
     "plan": self_draft,
     "model": draft_model,
-    "auto": lambda model, cache: auto(
-        {"model": self_draft(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}
-    ),
-    "auto of fixed lengths": lambda model, cache: auto(
-        {"model": self_draft(model, cache), "lookup": NO_MODEL["lookup"](model, cache)},
-        by_confidence=False,
-    ),
     **NO_MODEL,
 }
-
-
-class QuickRates(Rates):
-    """Rates with a short memory, which few rounds change."""
-
-    MEMORY = 0.5
-
-
-def auto(
-    drafters: dict[str, Drafter], *, step: float = 0.45, row: float = 0.1, **more: Any
-) -> Auto:
-    """The drafter of ``--draft auto``, which learns quickly; every draft step has one cost."""
-    kinds = ("model", *(f"lookup {quality}" for quality in range(4)))
-    estimates = Estimates({kind: QuickRates(0.6) for kind in kinds})
-    return Auto(drafters, Costs({"model": step}, row), estimates, **more)
 
 
 class QuickExit(AdaptiveExit):
@@ -167,12 +150,6 @@ REAL_DRAFTERS: dict[str, NewDrafter] = {
     "exit": lambda model, cache: ModelDrafter(model, cache, LayerPlan.early_exit(3, 1)),
     "lowbit": low_bits,
     "model": small_draft_model,
-    "auto": lambda model, cache: auto(
-        {"model": low_bits(model, cache), "lookup": NO_MODEL["lookup"](model, cache)}, step=0.1
-    ),
-    "auto of fixed lengths": lambda model, cache: auto(
-        {"model": low_bits(model, cache)}, step=0.1, by_confidence=False
-    ),
     **NO_MODEL,
 }
 
@@ -193,7 +170,7 @@ def begun(
     drafts = REAL_DRAFTERS[drafter](model, cache)
     with torch.inference_mode():
         model.step_of(cache)
-        for each in drafts.drafters.values() if isinstance(drafts, Auto) else [drafts]:
+        for each in getattr(drafts, "drafters", {"": drafts}).values():
             if isinstance(each, ModelDrafter):
                 each.model.step_of(each.cache, each.plan)
         model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
@@ -246,3 +223,12 @@ def plans(layers: int = 3, bits: Sequence[int] = (*LOW_BITS, FULL)) -> st.Search
     """Plans that skip any sublayers, and give the others any of these bits."""
     some = st.lists(st.sampled_from((0, *bits)), min_size=layers, max_size=layers).map(tuple)
     return st.builds(LayerPlan, some, some, st.sampled_from(bits))
+
+
+if find_spec("decoding.auto"):  # it can be deleted
+    from tests.quick_auto import auto
+
+    for fixed in (False, True):
+        name = "auto of fixed lengths" if fixed else "auto"
+        TABLE_DRAFTERS[name] = partial(auto, self_draft, by_confidence=not fixed)
+        REAL_DRAFTERS[name] = partial(auto, low_bits, step=0.1, by_confidence=not fixed)

@@ -36,7 +36,7 @@ from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
-from model import KVCache
+from model.cache import KVCache
 from model.fast.cpu import FastDecoder
 from tests.app import test_compare
 from tests.decoding import (

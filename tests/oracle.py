@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import modeling_rope_utils
 
-from model import Decoder, LayerPlan, build, parse_config
+from model.config import parse_config
+from model.decoder import Decoder
+from model.families import build
+from model.plan import LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import randomise
 

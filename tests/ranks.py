@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from app.processes import from_rank_0
-from model import Cut, Decoder, Shard, build, exchange, split
+from model.decoder import Decoder
+from model.families import build
+from model.parallel import Cut, Shard, exchange, split
 from tests.commands import Outcome
 from tests.laws import random_model
 

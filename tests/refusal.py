@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from model import InputError
+from model.errors import InputError
 
 
 def line_of(error: InputError) -> str:

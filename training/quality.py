@@ -23,7 +23,8 @@ from rich.console import Console
 from app.parsers import TEMPERATURE, Groups, run_script, within
 from app.session import load
 from app.table import Row, table
-from model import Decoder, InputError
+from model.decoder import Decoder
+from model.errors import InputError
 from training.corpus.stories import repetition, story_request
 from training.text import is_held_out, read_documents
 from weights.tokenizer import Tokenizer

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Decoder, layer_positions
+from model.decoder import Decoder
+from model.layers import layer_positions
 from training.text import Rows
 
 CURRICULA = ("rotational", "gradual", "none")

@@ -14,7 +14,10 @@ import torch
 
 from app.files import atomic_path, explaining, read_json, write_text
 from app.parsers import DEVICE, Groups, parser_of, within
-from model import Decoder, InputError, build, parse_config
+from model.config import parse_config
+from model.decoder import Decoder
+from model.errors import InputError
+from model.families import build
 from training.recipe import CURRICULA
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.load import load_model, model_folder

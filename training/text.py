@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from app.files import atomic_path, read_json_lines, read_text, write_json
-from model import InputError
+from model.errors import InputError
 from weights.tokenizer import Tokenizer, byte_level_tokenizer
 
 # whole lines, cut only where one is longer

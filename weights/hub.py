@@ -11,7 +11,8 @@ from huggingface_hub import constants, errors, hf_hub_download, snapshot_downloa
 from rich.filesize import decimal
 
 from app.files import one_line, read_json
-from model import InputError, ModelConfig, parse_config
+from model.config import ModelConfig, parse_config
+from model.errors import InputError
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES
 

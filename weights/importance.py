@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from app.command_line import say
 from app.files import atomic_path, explaining
-from model import Decoder, InputError, cache_folder, layer_positions, version
+from model.decoder import Decoder
+from model.errors import InputError
+from model.layers import layer_positions
+from model.places import cache_folder, version
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 

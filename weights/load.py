@@ -5,13 +5,15 @@ allocated, and loading takes the memory of the weights and of one stored tensor.
 options and decoding.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +22,14 @@ from torch import Tensor
 
 from app.command_line import say
 from app.files import explaining, read_json
-from model import Cut, Decoder, InputError, ModelConfig, Shard, build, parse_config
+from model.config import ModelConfig, parse_config
+from model.decoder import Decoder
 from model.device import multiplies_bf16
+from model.errors import InputError
+from model.families import build
+
+if TYPE_CHECKING:
+    from model.parallel import Cut, Shard
 
 WEIGHTS = Path(__file__).parent
 # by name on a command line, and in a safetensors header

@@ -13,9 +13,13 @@ import psutil
 import torch
 from rich.filesize import decimal
 
-from model import FULL, PREFILL_CHUNK, Decoder, InputError, LayerPlan, ModelConfig, build
 from model.cache import static_capacity
+from model.config import ModelConfig
+from model.decoder import PREFILL_CHUNK, Decoder
+from model.errors import InputError
+from model.families import build
 from model.layers import wide_dtype
+from model.plan import FULL, LayerPlan
 
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 # of each logit, in the wide dtype, while it becomes a probability under every filter

@@ -27,7 +27,7 @@ from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.text import DeadEnd, Text
-from model import KVCache
+from model.cache import KVCache
 
 
 def self_draft(model: TableModel, cache: KVCache) -> Drafter:

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model import FULL, InputError, KVCache, LayerPlan, Steps
-from model.decoder import Abilities
+from model.cache import KVCache
+from model.decoder import Abilities, Steps
+from model.errors import InputError
+from model.plan import FULL, LayerPlan
 
 # the bytes of its tokens; 2 has those of 0 and 1 together
 TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")

@@ -11,11 +11,12 @@ from ctypes import c_long, c_void_p
 import torch
 from torch import Tensor, nn
 
-from model import FULL, LOW_BITS, Decoder, KVCache, LayerPlan
-from model.decoder import Abilities
+from model.cache import KVCache
+from model.decoder import Abilities, Decoder
 from model.fast import PreparedDecoder
 from model.fast.compiled import Layer, Matrix, Model, Text, call, library
 from model.layers import RMSNorm, attend_causally, rotary_table
+from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import GROUP, shares_of
 
 KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from model import Decoder, KVCache, LayerPlan, Steps
-from model.cache import static_capacity
-from model.decoder import Abilities
+from model.cache import KVCache, static_capacity
+from model.decoder import Abilities, Decoder, Steps
 from model.fast import PreparedDecoder, gpu_bits
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
+from model.plan import LayerPlan
 from model.quantise import GROUP, Quantised, Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import LAUNCHERS
+from model.device import LAUNCHERS
 
 # versions of a function that torch compiles, over all models, capacities and plans
 RECOMPILES = 256

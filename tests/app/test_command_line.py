@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from app.command_line import run_command
-from model import InputError
+from model.errors import InputError
 from tests.commands import Outcome
 from weights import fetch
 

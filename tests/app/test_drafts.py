@@ -12,8 +12,8 @@ from app.options import Options
 from app.plan_file import DraftPlan, write_plan
 from app.session import Session, load
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from model import LayerPlan
 from model.places import cache_folder
+from model.plan import LayerPlan
 from tests.calls import recorded
 from weights import memory
 

@@ -7,7 +7,7 @@ import pytest
 
 from app.options import GRAMMARS, Options, parse
 from app.session import Session, load
-from model import InputError
+from model.errors import InputError
 from tests.calls import status_of
 from tests.refusal import refusal
 

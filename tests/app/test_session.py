@@ -12,7 +12,7 @@ from app import session as sessions
 from app.session import Session
 from decoding.rounds import Round
 from decoding.verify import COUPLINGS
-from model import InputError
+from model.errors import InputError
 from tests.calls import interrupted, recorded
 from tests.refusal import refusal
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmark import off_grid
-from model import Decoder
+from model.decoder import Decoder
 from model.quantise import GROUP, quantise
 from tests.folders import write_folder
 from tests.laws import tiny_model

@@ -17,7 +17,8 @@ from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Rules, Text
-from model import Decoder, LayerPlan
+from model.decoder import Decoder
+from model.plan import LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import plans, prefilled, text_of, tiny_model
 

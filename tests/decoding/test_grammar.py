@@ -27,7 +27,7 @@ from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from model import KVCache
+from model.cache import KVCache
 from tests.calls import recorded
 from tests.laws import (
     EXACT,

@@ -15,7 +15,7 @@ from decoding.policies import AdaptiveExit, ConfidenceGate
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Text
-from model import LayerPlan
+from model.plan import LayerPlan
 from tests.laws import prefilled, text_of, tiny_model
 
 

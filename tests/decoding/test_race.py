@@ -35,7 +35,7 @@ from decoding.randomness import (
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
-from model import Decoder
+from model.decoder import Decoder
 from tests.configs import FAMILIES
 from tests.laws import (
     FALSE_ALARM,

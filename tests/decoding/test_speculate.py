@@ -29,7 +29,9 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Rules, Text
 from decoding.verify import Rule
-from model import Decoder, KVCache, LayerPlan
+from model.cache import KVCache
+from model.decoder import Decoder
+from model.plan import LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import (
     Scripted,

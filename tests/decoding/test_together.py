@@ -22,8 +22,12 @@ from decoding.speculate import speculate
 from decoding.text import DeadEnd, Rules, Text
 from decoding.together import FEW, ForFew, Together
 from decoding.verify import COUPLINGS, Rule
-from model import Decoder, InputError, LayerPlan, build, parse_config
+from model.config import parse_config
+from model.decoder import Decoder
+from model.errors import InputError
+from model.families import build
 from model.fast import accelerate
+from model.plan import LayerPlan
 from tests.calls import recorded
 from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model

@@ -27,9 +27,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from decoding.randomness import inverse_cdf, race_at
 from decoding.sampling import probabilities
-from model import Decoder, LayerPlan, build, parse_config
 from model.cache import static_capacity
+from model.config import parse_config
+from model.decoder import Decoder
+from model.families import build
 from model.fast import gpu, gpu_bits
+from model.plan import LayerPlan
 from model.quantise import GROUP, Quantised, Twins
 
 SHAPES = Path(__file__).parents[2] / "benchmark" / "shapes.json"

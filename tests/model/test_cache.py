@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from model import LayerPlan
 from model.fast import accelerate
 from model.fast.gpu import StaticDecoder
+from model.plan import LayerPlan
 from tests.configs import FAMILIES, small
 from tests.laws import plans, random_model, tiny_model
 from tests.oracle import VOCAB, configs

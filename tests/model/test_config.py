@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from model import parse_config
-from model.config import FAMILIES, Rope
+from model.config import FAMILIES, Rope, parse_config
 from tests.refusal import refusal
 
 LLAMA = {

@@ -19,9 +19,13 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import COUPLINGS, Rule
-from model import LAUNCHERS, Decoder, LayerPlan, build, parse_config
+from model.config import parse_config
+from model.decoder import Decoder
+from model.device import LAUNCHERS
+from model.families import build
 from model.fast import accelerate
 from model.fast.gpu import ROWS
+from model.plan import LayerPlan
 from tests.configs import small
 from tests.peak import held_bytes, peak_bytes
 from weights.memory import estimate

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import FULL, LayerPlan, build, parse_config
+from model.config import parse_config
+from model.families import build
 from model.layers import RMSNorm, rotary_table
+from model.plan import FULL, LayerPlan
 from tests.configs import FAMILIES, small
 from tests.laws import plans, random_model
 from tests.oracle import (

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import Decoder, LayerPlan, Shard, parse_config
+from model.config import parse_config
+from model.decoder import Decoder
+from model.parallel import Shard
+from model.plan import LayerPlan
 from tests.configs import FAMILIES, small
 from tests.laws import EXACT, random_model
 from tests.ranks import Ranks, joined, split_model

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from model import FULL, LOW_BITS, Decoder, LayerPlan, build
+from model.decoder import Decoder
+from model.families import build
 from model.fast.cpu import rounded
+from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import GROUP, RoundedLinear, Twins, quantise, round_inputs
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model

@@ -17,11 +17,13 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from decoding.randomness import inverse_cdf, race_at
 from decoding.sampling import probabilities
-from model import LayerPlan, Steps, Twins
 from model.cache import static_capacity
+from model.decoder import Steps
 from model.fast import gpu, graphs
 from model.fast.gpu import ROWS, StaticDecoder
 from model.fast.graphs import Launcher, compile_function
+from model.plan import LayerPlan
+from model.quantise import Twins
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 

@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model import LOW_BITS, Decoder, LayerPlan
+from model.decoder import Decoder
 from model.fast import accelerate, compiled
 from model.fast.cpu import FastDecoder
+from model.plan import LOW_BITS, LayerPlan
 from tests import laws
 from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans

@@ -21,7 +21,8 @@ from app.options import Options
 from app.plan_file import read_plan
 from decoding.rounds import expected_tokens
 from decoding.sampling import SamplingParams, distribution
-from model import FULL, LOW_BITS, Decoder, LayerPlan
+from model.decoder import Decoder
+from model.plan import FULL, LOW_BITS, LayerPlan
 from search import __main__ as command
 from search.acceptance import Calibration, accepted_by_race, accepted_by_ratio
 from search.costs import Costs, measure_costs, parts_of

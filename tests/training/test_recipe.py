@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import Decoder, LayerPlan, build, parse_config
+from model.config import parse_config
+from model.decoder import Decoder
+from model.families import build
+from model.plan import LayerPlan
 from tests.folders import GEMMA2, LLAMA
 from train import learning_rate
 from training.recipe import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import Decoder
+from model.decoder import Decoder
 from model.fast import accelerate
 from tests.calls import recorded
 from weights import importance as module

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from app import plan_file
 from app.plan_file import DraftPlan, read_plan
-from model import Cut, InputError, LayerPlan, Shard
+from model.errors import InputError
 from model.fast import gpu_bits
+from model.parallel import Cut, Shard
+from model.plan import LayerPlan
 from tests.configs import LLAMA3_ROPE
 from tests.folders import GEMMA2, LLAMA, random_state, write_folder
 from tests.laws import plans

@@ -17,8 +17,10 @@ from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from model import LOW_BITS, LayerPlan, ModelConfig, build, parse_config
+from model.config import ModelConfig, parse_config
+from model.families import build
 from model.fast import accelerate
+from model.plan import LOW_BITS, LayerPlan
 from tests.configs import FAMILIES
 from tests.oracle import configs
 from tests.peak import held_bytes, peak_bytes

@@ -22,7 +22,7 @@ from app.files import explaining, read_json_lines, write_text
 from app.options import Options
 from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
 from app.session import Session
-from model import InputError
+from model.errors import InputError
 from training.corpus.stories import kept_story, story_request
 from weights.load import DTYPES
 
