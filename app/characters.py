@@ -11,8 +11,8 @@ JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 
 
 def new_decoder() -> codecs.IncrementalDecoder:
-    """Decoder of the bytes of a growing text, in which a character may spread over tokens. After
-    tokens that are taken back it is to be ``reset``.
+    """Return a decoder of the bytes of a growing text, in which a character may spread over tokens.
+    After tokens that are taken back it is to be ``reset``.
     """
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -30,7 +30,7 @@ class TextStream:
         self.shown = text.prompt_bytes
 
     def pull(self, *, at_end: bool = False) -> str:
-        """The characters that have become certain since the last call.
+        """Return the characters that have become certain since the last call.
 
         ``at_end``, when no more tokens will come, as after Ctrl-C: also those that were held back.
         """
@@ -42,7 +42,9 @@ class TextStream:
 
 
 def visible(text: str) -> str:
-    """``text`` in one line, with U+FFFD in place of control, format and surrogate characters."""
+    """Return ``text`` in one line, with U+FFFD in place of control, format and surrogate
+    characters.
+    """
     text = text.replace("\n", "↵").replace("\t", "⇥")
     return "".join(
         c if c.isprintable() or c in JOINERS else " " if c.isspace() else "\ufffd" for c in text
@@ -66,5 +68,5 @@ class Labels:
         return visible(data.decode("utf-8", errors="backslashreplace"))
 
     def spelled(self, tokens: Sequence[int]) -> bytes:
-        """Bytes of tokens, with the names of those that have none."""
+        """Return the bytes of tokens, with the names of those that have none."""
         return b"".join(self.token_bytes(token) or self(token).encode() for token in tokens)

@@ -150,7 +150,7 @@ class Terminal:
 
 
 def lines() -> Iterator[str]:
-    """The user's lines, without empty ones, until /quit, the end of input or Ctrl-C."""
+    """Yield the user's lines, without empty ones, until /quit, the end of input or Ctrl-C."""
     prompt = "> " if sys.stdin.isatty() else ""
     with suppress(EOFError, KeyboardInterrupt):
         while (line := input(prompt).strip()) != "/quit":

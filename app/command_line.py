@@ -19,7 +19,8 @@ def say(line: str) -> None:
 
 
 def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
-    """Exit status of ``work``, all of a command line; every failure is printed as one line.
+    """Return the exit status of ``work``, all of a command line; every failure is printed as one
+    line.
 
     0      or the result of ``work``; also where the output is a closed pipe, as after ``| head``
     2      wrong input, too little memory, failed reading or writing

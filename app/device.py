@@ -17,7 +17,9 @@ MALLOPT = {-4: 0, -1: 2**31 - 1, -2: 2**28}  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_T
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Device of this name; None is a GPU where there is one. Raises InputError without it."""
+    """Return the device of this name; None is a GPU where there is one. Raises InputError without
+    it.
+    """
     if name is None and not torch.cuda.is_available() and NVIDIA.exists():
         cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
         say(
@@ -38,7 +40,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def processor() -> str:
-    """Name of the CPU."""
+    """Return the name of the CPU."""
     with suppress(OSError):
         if named := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
             return named[1]
@@ -46,7 +48,7 @@ def processor() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Name of the machine, as speed depends on it: processor or GPU, threads, torch."""
+    """Return the name of the machine, as speed depends on it: processor or GPU, threads, torch."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return (

@@ -269,7 +269,8 @@ def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -
 
 @contextmanager
 def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
-    """Context that turns any error of the user's class into an InputError that names its line.
+    """Return a context that turns any error of the user's class into an InputError that names its
+    line.
 
     ``in_text``: with the original error as its cause, so that the traceback is shown.
     """

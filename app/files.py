@@ -15,7 +15,9 @@ from model.errors import InputError
 def explaining(
     trouble: str, errors: tuple[type[Exception], ...] = (OSError,), field: str | None = None
 ) -> Iterator[None]:
-    """Context that turns ``errors`` into an InputError: ``trouble``, then the error's message."""
+    """Return a context that turns ``errors`` into an InputError: ``trouble``, then the error's
+    message.
+    """
     try:
         yield
     except InputError:
@@ -26,24 +28,26 @@ def explaining(
 
 
 def one_line(error: object) -> str:
-    """Message of an error, or its type, in one line of up to 300 characters."""
+    """Return the message of an error, or its type, in one line of up to 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_text(path: Path | str) -> str:
-    """Text of a UTF-8 file. Raises InputError with the path when it cannot be read."""
+    """Return the text of a UTF-8 file. Raises InputError with the path when it cannot be read."""
     with explaining(f"{path} cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
         return Path(path).read_text(encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:
-    """Parsed JSON of a file. Raises InputError with the path when it cannot be read or parsed."""
+    """Return the parsed JSON of a file. Raises InputError with the path when it cannot be read or
+    parsed.
+    """
     with explaining(f"{path} is not valid JSON", (ValueError, RecursionError)):
         return json.loads(read_text(path))
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Place ("FILE, line 3") and value of each line of JSON. Raises InputError."""
+    """Yield the place ("FILE, line 3") and value of each line of JSON. Raises InputError."""
     # splitlines would cut at U+2028 too
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         place = f"{path}, line {number}"
@@ -54,7 +58,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file, empty when it is absent. Raises InputError for other content."""
+    """Return the JSON object of a file, empty when it is absent. Raises InputError for other
+    content.
+    """
     value = read_json(path) if path.exists() else {}
     if not isinstance(value, dict):
         raise InputError(f"{path} must hold one JSON object")
@@ -62,7 +68,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def check_place(path: Path) -> None:
-    """Raises InputError for a path where no file can be written, such as a folder."""
+    """Raise InputError for a path where no file can be written, such as a folder."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is a folder or a device: name another file")
     if not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)):
@@ -73,7 +79,7 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Temporary path beside ``path``, moved onto it after the block, deleted if that fails.
+    """Yield a temporary path beside ``path``, moved onto it after the block, deleted if that fails.
 
     Where ``path`` is a link, its target is written. The file gets the permissions of a new file,
     even when a library replaces the temporary file. Raises InputError for a folder or a device.

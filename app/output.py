@@ -57,9 +57,9 @@ class Output:
 
     @contextmanager
     def showing(self, sample: Sample, pause: float = PAUSE) -> Iterator[Show]:
-        """Context with a function that shows a round of a sample, after a line that separates it
-        from the one before. Nothing is printed before the first round. Statistics follow the last,
-        unless an error came before the first.
+        """Return a context with a function that shows a round of a sample, after a line that
+        separates it from the one before. Nothing is printed before the first round. Statistics
+        follow the last, unless an error came before the first.
         """
         views: list[Show] = []
         stack = ExitStack()
@@ -82,7 +82,7 @@ class Output:
 
     @contextmanager
     def view(self, text: Text, pause: float) -> Iterator[Show]:
-        """Context with a function that shows a round: its text, or its trace."""
+        """Return a context with a function that shows a round: its text, or its trace."""
         if self.options.trace:
             with LiveTrace(Console(file=self.file), self.session.labels, pause=pause) as trace:
                 yield trace.add

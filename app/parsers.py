@@ -28,8 +28,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parser_of(groups: Groups, **texts: str) -> OneLineParser:
-    """Parser with the options of all groups; ``texts`` go to ``ArgumentParser``. The help of an
-    option ends with its default, if it has one and does not tell it.
+    """Return a parser with the options of all groups; ``texts`` go to ``ArgumentParser``. The help
+    of an option ends with its default, if it has one and does not tell it.
     """
     parser = OneLineParser(formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     for title, options in groups.items():
@@ -50,8 +50,9 @@ def run_script(
     arguments: Sequence[str] | None,
     interrupted: str = "",
 ) -> int:
-    """Exit status of ``work`` on the options in ``arguments``, by default those of the process: see
-    ``run_command``. ``doc`` is the docstring of the script, whose first line heads the help.
+    """Return the exit status of ``work`` on the options in ``arguments``, by default those of the
+    process: see ``run_command``. ``doc`` is the docstring of the script, whose first line heads the
+    help.
     """
     parser = parser_of(groups, prog=prog, description=doc.splitlines()[0])
     return run_command(lambda: work(parser.parse_args(arguments)), interrupted)
@@ -60,7 +61,7 @@ def run_script(
 def within(
     kind: Callable[[str], float], least: float, most: float = math.inf
 ) -> Callable[[str], float]:
-    """Argparse type of a number from ``least`` to ``most``."""
+    """Return an argparse type of a number from ``least`` to ``most``."""
 
     def number(text: str) -> float:
         if least <= (value := kind(text)) <= most:

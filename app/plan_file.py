@@ -49,7 +49,7 @@ class DraftPlan:
     kept_share: float | None = None
 
     def new_policy(self) -> Policy:
-        """The plan's policy: drafts of its length, ended early by its threshold, if any."""
+        """Return the plan's policy: drafts of its length, ended early by its threshold, if any."""
         gamma = GAMMA if self.gamma is None else self.gamma
         return (
             AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
@@ -75,7 +75,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
 
 
 def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:
-    """The plan of a file, for a model of ``num_layers`` layers. Raises InputError.
+    """Return the plan of a file, for a model of ``num_layers`` layers. Raises InputError.
 
     With the model's ``folder`` given, a plan that names another model is refused.
     """
@@ -130,5 +130,5 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
 
 
 def whole_numbers(value: Any, allowed: Collection[int]) -> bool:
-    """Whether a value of JSON is a list of such whole numbers; true and 1.0 are none."""
+    """Return whether a value of JSON is a list of such whole numbers; true and 1.0 are none."""
     return isinstance(value, list) and all(type(each) is int and each in allowed for each in value)

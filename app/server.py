@@ -317,8 +317,8 @@ class Worker:
 
 
 def completion(worker: Worker, job: Job, slot: Slot) -> Iterator[Any]:
-    """Messages of a text, with statistics of its rounds: the whole text in one or, of a stream, the
-    text that a terminal would show, after each round.
+    """Yield the messages of a text, with statistics of its rounds: the whole text in one or, of a
+    stream, the text that a terminal would show, after each round.
     """
     body = job.body
     sample = job.sample
@@ -393,7 +393,7 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
 
 
 async def events(job: Job, message: Any) -> AsyncIterator[str]:
-    """Data of a stream's events: the first ``message`` of a job, then all others."""
+    """Yield the data of a stream's events: the first ``message`` of a job, then all others."""
     try:
         while message is not None:
             is_error = isinstance(message, Exception)

@@ -7,7 +7,7 @@ import sys
 
 
 def start() -> None:
-    """Settings of Ctrl-C, standard streams and idle threads. Ends the process in a deleted folder.
+    """Set Ctrl-C, standard streams and idle threads. Ends the process in a deleted folder.
 
     Ctrl-C ends the process at once until ``run_command`` begins: loading torch takes seconds, in
     which it would otherwise end in a traceback. Characters that the terminal cannot show are
@@ -32,5 +32,5 @@ def start() -> None:
 
 
 def specdec() -> None:
-    """Console command: ``python generate.py``."""
+    """Run the console command ``python generate.py``."""
     runpy.run_module("generate", run_name="__main__")

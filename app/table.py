@@ -17,7 +17,7 @@ FORMATS = {
 
 
 def table(rows: list[Row], title: str | None = None) -> Table:
-    """Table with a column per key of the rows, without keys whose values are lists."""
+    """Return a table with a column per key of the rows, without keys whose values are lists."""
     shown = Table(title=title)
     keys = dict.fromkeys(
         key for row in rows for key, value in row.items() if not isinstance(value, list)
@@ -30,7 +30,7 @@ def table(rows: list[Row], title: str | None = None) -> Table:
 
 
 def cell(value: Any, form: Callable[[float], str]) -> str:
-    """Printed form of a value; of a spread the median with its range."""
+    """Return the printed form of a value; of a spread the median with its range."""
     if isinstance(value, dict):
         return f"{form(value['median'])} ({form(value['lowest'])}-{form(value['highest'])})"
     if isinstance(value, float):

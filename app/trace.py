@@ -74,7 +74,8 @@ class LiveTrace:
         self._settle(self.text_of(round))
 
     def text_of(self, round: Round) -> Text:
-        """The round's tokens in order, styled by their verdicts, then those that a ban retracted.
+        """Return the round's tokens in order, styled by their verdicts, then those that a ban
+        retracted.
 
         A character whose bytes are spread over tokens appears with the last of them.
         """
@@ -96,7 +97,7 @@ class LiveTrace:
         return text
 
     def _aside(self, tokens: list[int]) -> str:
-        """Text of tokens that are not kept, in one line."""
+        """Return the text of tokens that are not kept, in one line."""
         return visible(self.labels.spelled(tokens).decode("utf-8", errors="replace"))
 
     def _styled(self, text: str, verdict: str) -> Text:

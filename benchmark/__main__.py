@@ -27,13 +27,14 @@ from app.session import Session
 from app.table import Row, table
 from benchmark import picture, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
+from decoding.verify import COUPLINGS
 from model.errors import InputError
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder
 
 STORIES = 24  # prompts of the kind "stories"
-OF_TEXTS = ("device", "dtype", "max_new_tokens", "temperature")  # options of all texts
+OF_TEXTS = ("coupling", "device", "dtype", "max_new_tokens", "temperature")  # options of all texts
 AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
 
 OPTIONS: Groups = {
@@ -87,9 +88,10 @@ OPTIONS: Groups = {
             "help": "measure a copy of the model with noise in its weights, so that rounding to"
             " four bits changes them; the copy is made once",
         },
-        "--temperature": {
-            **TEMPERATURE,
-            "help": "0: greedy; above 0: sampled, verified by the race",
+        "--temperature": TEMPERATURE,
+        "--coupling": {
+            "choices": [*COUPLINGS],
+            "help": "rule of verification of sampled texts (default: race)",
         },
         "--device": DEVICE,
         "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},

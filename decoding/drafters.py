@@ -77,7 +77,7 @@ class CheckedDrafter:
 
 
 def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> None:
-    """Raises InputError for a draft of wrong type, length or shape, on a CPU for wrong numbers."""
+    """Raise InputError for a draft of wrong type, length or shape, on a CPU for wrong numbers."""
     if not (
         isinstance(draft, Draft)
         and isinstance(draft.tokens, Tensor)
@@ -117,7 +117,7 @@ def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> No
 
 
 def contract_error(drafter: Drafter, broken: str) -> InputError:
-    """The error of a drafter that breaks its contract, with its class and the broken part."""
+    """Return the error of a drafter that breaks its contract: its class and the broken part."""
     return InputError(
         f"the drafter {type(drafter).__name__} breaks its contract (see decoding/drafters.py):"
         f" {broken}"
@@ -207,7 +207,9 @@ class ModelDrafter:
         return Draft(token[None], probs, [logits])
 
     def _read(self, tokens: Tensor, start: int) -> Tensor:
-        """Logits ``[1, vocab]`` after tokens ``[n]`` from ``start`` on, which enter the cache."""
+        """Return the logits ``[1, vocab]`` after tokens ``[n]`` from ``start`` on, which enter the
+        cache.
+        """
         if len(tokens) > CATCH_UP and self.plan is None:  # under a plan the layers' lengths differ
             self.model.prefill(tokens[None, :-1], self.cache, start)
             start += len(tokens) - 1
@@ -228,8 +230,8 @@ class ModelFreeDrafter:
         self.empty = empty_draft(vocab_size, device)
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        """Number that says how good the guess is, for which policies estimate an acceptance, and
-        up to ``limit`` tokens.
+        """Return the number that says how good the guess is, for which policies estimate an
+        acceptance, and up to ``limit`` tokens.
         """
         return 0, []
 
@@ -255,7 +257,7 @@ class ModelFreeDrafter:
         return Draft(ids, one_hot(ids, self.vocab_size))
 
     def rollback(self, length: int) -> None:
-        """Does nothing: each search reads the text itself."""
+        """Do nothing: each search reads the text itself."""
 
 
 class NoDraft(ModelFreeDrafter):
@@ -273,8 +275,8 @@ class PromptLookup(ModelFreeDrafter):
     LONGEST = 3  # tokens of an n-gram
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        """Length of the n-gram at the end of the text that occurred before, and up to ``limit``
-        tokens after it.
+        """Return the length of the n-gram at the end of the text that occurred before, and up to
+        ``limit`` tokens after it.
 
         Each id is the number of a character, since Python searches strings fast.
         """
@@ -288,7 +290,8 @@ class PromptLookup(ModelFreeDrafter):
 
 
 def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> bool:
-    """Whether a model's draft ends with an end-of-text token: what follows would be discarded.
+    """Return whether a model's draft ends with an end-of-text token: what follows would be
+    discarded.
 
     It does where the host reads the tokens anyway: for constraints, or on a CPU for a policy that
     asks for their confidences. Elsewhere a GPU would have to synchronise for each, and a draft of
@@ -299,7 +302,7 @@ def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> boo
 
 
 def confidence_of(step: Draft) -> float:
-    """Confidence of the only token of a draft: its softmax probability under the model's raw
-    logits. Synchronises.
+    """Return the confidence of the only token of a draft: its softmax probability under the model's
+    raw logits. Synchronises.
     """
     return torch.softmax(step.logits[0][0].float(), dim=-1).gather(0, step.tokens).item()

@@ -70,8 +70,8 @@ class Vocabulary:
         self.library = llguidance.LLTokenizer(self, len(tokens), sorted(self.eos_ids))
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids with exactly the bytes of ``text``: the longest matches, where the tokenizer
-        gives other bytes, as one that normalises does.
+        """Return the token ids with exactly the bytes of ``text``: the longest matches, where the
+        tokenizer gives other bytes, as one that normalises does.
         """
         for encode in (self.encode, self.library.greedy_tokenize):
             ids = list(encode(text))
@@ -120,7 +120,7 @@ class Grammar:
         )
 
     def _compiled(self) -> str:
-        """The source in the library's format."""
+        """Return the source in the library's format."""
         if self.kind == "regex":
             if (len(self.source) - len(self.source.rstrip("\\"))) % 2:
                 raise InputError(f"{self.option} ends in a backslash that escapes nothing")
@@ -143,7 +143,7 @@ class Grammar:
 
 
 def finite(number: str) -> float:
-    """The number of a JSON text. Raises ValueError for NaN and what exceeds a double."""
+    """Return the number of a JSON text. Raises ValueError for NaN and what exceeds a double."""
     if not math.isfinite(value := float(number)):
         raise ValueError(f"{number} is no finite number")
     return value
@@ -167,18 +167,19 @@ class GrammarConstraint:
         self.seconds = 0.0
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Mask, bool ``[vocab]``, of the tokens that may follow: none where the library fails.
+        """Return the mask, bool ``[vocab]``, of the tokens that may follow: none where the library
+        fails.
 
         Raises InputError where the masks of the text have taken too long.
         """
         return self.found_after(tuple(tokens[self.prompt_length :]))[0]
 
     def trouble_after(self, tokens: Sequence[int]) -> str | None:
-        """The library's reason why no token may follow; None where it has not failed."""
+        """Return the library's reason why no token may follow; None where it has not failed."""
         return self.found_after(tuple(tokens[self.prompt_length :]))[1]
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens that the tokenizer gives to the bytes which the grammar forces next."""
+        """Return the tokens that the tokenizer gives to the bytes which the grammar forces next."""
         began = time.thread_time()
         self._move_to(tuple(tokens[self.prompt_length :]))
         forced = self.matcher.compute_ff_bytes()
@@ -187,7 +188,9 @@ class GrammarConstraint:
         return found
 
     def _compute(self, written: tuple[int, ...]) -> tuple[Tensor, str | None]:
-        """Mask after these tokens, by the matcher, and the reason of its failure, if it fails."""
+        """Return the mask after these tokens, by the matcher, and the reason of its failure, if it
+        fails.
+        """
         began = time.thread_time()
         trouble = None
         for _ in range(2):
@@ -259,7 +262,7 @@ class ForcedTokens:
 
 
 def reason(matcher: llguidance.LLMatcher) -> str:
-    """The library's reason for an error in one line, without its state."""
+    """Return the library's reason for an error in one line, without its state."""
     lines = matcher.get_error().splitlines()
     if "no token of the model" in lines[0]:  # raised by the vocabulary, within the library
         return "it forces a byte that no token of the model writes"

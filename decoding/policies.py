@@ -26,11 +26,11 @@ class Policy:
         self.gamma = gamma
 
     def draft_length(self) -> int:
-        """Largest number of tokens to draft in the coming round."""
+        """Return the largest number of tokens to draft in the coming round."""
         return self.gamma
 
     def keep_drafting(self, confidence: float) -> bool:
-        """Whether to continue the draft after a token of this confidence, which stays in it."""
+        """Return whether to go on after a drafted token of this confidence, which stays."""
         return True
 
     def observe(self, round: Round) -> None:

@@ -27,7 +27,7 @@ class Place(NamedTuple):
     retractions: int = 0
 
     def after(self, tokens: int) -> Place:
-        """The place ``tokens`` positions later."""
+        """Return the place ``tokens`` positions later."""
         return self._replace(position=self.position + tokens)
 
 
@@ -35,13 +35,17 @@ class Randomness(Protocol):
     """Source of all random draws, on tensors, so that no draw needs the host."""
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """Token ``[]`` int64 drawn from ``[vocab]`` probabilities, or weights of any sum."""
+        """Return the token ``[]`` int64 drawn from ``[vocab]`` probabilities, or weights of any
+        sum.
+        """
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """Independent events ``[k]`` bool of ``[k]`` probabilities; above 1 counts as 1."""
+        """Return independent events ``[k]`` bool of ``[k]`` probabilities; above 1 counts as 1."""
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """Tokens ``[rows]`` int64 drawn from rows ``[rows, vocab]``, the first at ``place``."""
+        """Return the tokens ``[rows]`` int64 drawn from rows ``[rows, vocab]``, the first at
+        ``place``.
+        """
         return torch.stack(
             [self.draw(row, place.after(number)) for number, row in enumerate(probs)]
         )
@@ -59,7 +63,8 @@ SHARED = 8
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """First token of each row whose cumulative probability exceeds u: never one of probability 0.
+    """Return the first token of each row whose cumulative probability exceeds u: never one of
+    probability 0.
 
     ``probs`` ``[rows, vocab]``: probabilities, or weights that need not sum to 1. ``uniform`` u
     ``[rows]``: float64 in [0, 1). Returns ``[rows]`` int64. For a row of zeros the result is
@@ -95,7 +100,7 @@ class SeededRandomness(Randomness):
         self.used = 0  # of the numbers drawn
 
     def uniform(self, count: int) -> Tensor:
-        """``[count]`` float64 in [0, 1), of which many are drawn at a time."""
+        """Return ``[count]`` float64 in [0, 1), of which many are drawn at a time."""
         if self.used + count > len(self.drawn):
             self.drawn = torch.rand(
                 max(count, UNIFORMS),
@@ -108,7 +113,7 @@ class SeededRandomness(Randomness):
         return self.drawn[self.used - count : self.used]
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """Token by ``inverse_cdf``: never one of probability 0."""
+        """Return the token by ``inverse_cdf``: never one of probability 0."""
         return launch(inverse_cdf, probs[None], self.uniform(1))[0]
 
     def accept(self, probabilities: Tensor) -> Tensor:
@@ -129,11 +134,13 @@ class KeyedRandomness(Randomness):
         self.key = mix(seed, sample)
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """Token of the least E/p: never one of probability 0."""
+        """Return the token of the least E/p: never one of probability 0."""
         return self.draw_each(probs[None], place)[0]
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """Tokens ``[rows]`` of the least E/p of rows ``[rows, vocab]``, the first at ``place``."""
+        """Return the tokens ``[rows]`` of the least E/p of rows ``[rows, vocab]``, the first at
+        ``place``.
+        """
         places = range(place.position, place.position + len(probs))
         keys = [signed(mix(self.key, position, place.retractions)) for position in places]
         if probs.device.type == "cpu":
@@ -142,13 +149,13 @@ class KeyedRandomness(Randomness):
         return launch(race_at, probs, torch.tensor(keys, pin_memory=probs.device.type == "cuda"))
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """Not part of the race, whose verification only draws: raises TypeError."""
+        """Raise TypeError: the verification of the race only draws."""
         raise TypeError("the race has no acceptance probabilities: verify with verify_by_race")
 
 
 def race_at(probs: Tensor, keys: Tensor) -> Tensor:
-    """``race`` of each row with the exponentials of its key: ``[rows, vocab]`` and ``[rows]`` int64
-    -> ``[rows]`` int64.
+    """Return the ``race`` of each row with the exponentials of its key: ``[rows, vocab]`` and
+    ``[rows]`` int64 -> ``[rows]`` int64.
     """
     keys = keys.to(probs.device, non_blocking=True)
     ids = torch.arange(probs.shape[-1], device=probs.device)
@@ -158,15 +165,15 @@ def race_at(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def race(probs: Tensor, gaps: Tensor) -> Tensor:
-    """Token of the least E/p of each row, with E = -log u: ``[rows, vocab]`` p and 1 - u ->
-    ``[rows]`` int64; 1 - u is int64 in units of 2⁻⁵³.
+    """Return the token of the least E/p of each row, with E = -log u: ``[rows, vocab]`` p and 1 - u
+    -> ``[rows]`` int64; 1 - u is int64 in units of 2⁻⁵³.
     """
     exponentials = -torch.log1p(gaps.double().mul_(-(2.0**-53)))
     return torch.where(probs > 0, exponentials / probs.double(), math.inf).argmin(-1)
 
 
 def race_among_few(probs: np.ndarray, key: int) -> int:
-    """``race`` of one row ``[vocab]`` on a CPU, with logarithms of a few ids only.
+    """Return the ``race`` of one row ``[vocab]`` on a CPU, with logarithms of a few ids only.
 
     A row of 49,152 possible tokens takes .11 ms, and .23 by ``race_at``; a round has several rows.
 
@@ -195,28 +202,30 @@ def race_among_few(probs: np.ndarray, key: int) -> int:
 
 @lru_cache(maxsize=32)  # several rounds' places: a rejected place is drawn again in the next round
 def all_exponentials(vocab: int, key: int) -> np.ndarray:
-    """E of all ids at a place, float64 ``[vocab]``, which draft and target share."""
+    """Return E of all ids at a place, float64 ``[vocab]``, which draft and target share."""
     return exponentials_of(id_counters(vocab) + key)
 
 
 def exponentials_of(counters: np.ndarray) -> np.ndarray:
-    """E = -log u of int64 ``counters``, which are overwritten, in float64."""
+    """Return E = -log u of int64 ``counters``, which are overwritten, in float64."""
     return -np.log1p(complements(hashed(counters)) * -(2.0**-53))
 
 
 @lru_cache(maxsize=1)
 def id_counters(vocab: int) -> np.ndarray:
-    """Counter of each id before a place's key is added, int64 ``[vocab]``."""
+    """Return the counter of each id before a place's key is added, int64 ``[vocab]``."""
     return np.arange(vocab) * signed(GOLDEN)
 
 
 def complements(bits: Tensor | np.ndarray) -> Tensor | np.ndarray:
-    """1 - u of hashed ``bits``, of which u in (0, 1] takes 53: int64 in units of 2⁻⁵³."""
+    """Return 1 - u of hashed ``bits``, of which u in (0, 1] takes 53: int64 in units of 2⁻⁵³."""
     return 2**53 - 1 - shifted(bits, 11)
 
 
 def hashed(counters: Tensor | np.ndarray) -> Tensor | np.ndarray:
-    """SplitMix64's finaliser of int64 ``counters`` of any shape, in place, which wrap around."""
+    """Return SplitMix64's finaliser of int64 ``counters`` of any shape, in place, which wrap
+    around.
+    """
     for shift, factor in MIXERS:
         counters ^= shifted(counters, shift)
         counters *= signed(factor)
@@ -225,19 +234,19 @@ def hashed(counters: Tensor | np.ndarray) -> Tensor | np.ndarray:
 
 
 def shifted(numbers: Tensor | np.ndarray, by: int) -> Tensor | np.ndarray:
-    """Logical right shift by ``by`` bits, which torch lacks for signed numbers."""
+    """Return the logical right shift by ``by`` bits, which torch lacks for signed numbers."""
     if isinstance(numbers, np.ndarray):
         return (numbers.view(np.uint64) >> by).view(np.int64)
     return (numbers >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def signed(number: int) -> int:
-    """The int64 with the 64 bits of an unsigned number."""
+    """Return the int64 with the 64 bits of an unsigned number."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def mix(*numbers: int) -> int:
-    """A 64-bit key hashed from several numbers, by SplitMix64."""
+    """Return a 64-bit key hashed from several numbers, by SplitMix64."""
     key = 0
     for number in numbers:
         key = ((key ^ number) + GOLDEN) % 2**64

@@ -33,7 +33,7 @@ class Round:
     target_confidence: float | None = None
 
     def verdicts(self) -> list[tuple[int, str]]:
-        """Tokens of the round with their verdicts, in order of appearance.
+        """Return the tokens of the round with their verdicts, in order of appearance.
 
         "accepted"; "rejected": the first drafted token that the target did not accept; "discarded":
         drafted after a rejected token or after the end of the text; "own": the target's residual or
@@ -103,7 +103,7 @@ def expected_speedup(rate: float, length: int, cost: float, verification: float)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
+    """Return the number of tokens with which both begin."""
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:  # mostly so, and fast
         return shorter

@@ -51,7 +51,7 @@ class SamplingParams:
 def distribution(
     logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None
 ) -> Tensor:
-    """Probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32.
+    """Return the probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32.
 
     ``context`` ``[n]`` holds the tokens up to the last row. Row t follows ``context[: n - rows + 1
     + t]``, so the repetition penalty of a drafted position sees the prefix of that position only.
@@ -83,8 +83,8 @@ def distribution(
 
 
 def penalised(scores: Tensor, context: Tensor, penalty: float) -> Tensor:
-    """Scores ``[rows, vocab]`` after the repetition penalty of the tokens that occur in each row's
-    prefix of the context.
+    """Return the scores ``[rows, vocab]`` after the repetition penalty of the tokens that occur in
+    each row's prefix of the context.
     """
     rows = torch.arange(len(scores), device=context.device)
     places = torch.arange(len(context), device=context.device)
@@ -103,7 +103,8 @@ def probabilities(
     min_p: float | None,
     top_k: float | None,
 ) -> Tensor:
-    """Probabilities of logits ``[rows, vocab]``, in at least float32: see ``distribution``.
+    """Return the probabilities of logits ``[rows, vocab]``, in at least float32: see
+    ``distribution``.
 
     None: greedy, or no such filter. Numbers may be tensors ``[]``, as in a graph.
     """
@@ -123,7 +124,9 @@ def probabilities(
 def filtered(
     scores: Tensor, top_p: float | None, min_p: float | None, top_k: float | None
 ) -> Tensor:
-    """Scores after top-k, top-p and min-p, in this order: a removed token has score -inf."""
+    """Return the scores after top-k, top-p and min-p, in this order: a removed token has score
+    -inf.
+    """
     if top_k is not None:
         descending = scores.sort(dim=-1, descending=True).values
         places = torch.arange(scores.shape[-1], device=scores.device)
@@ -144,7 +147,8 @@ def probabilities_by_few(
     min_p: float | None,
     top_k: float | None,
 ) -> np.ndarray:
-    """``probabilities`` on a CPU, row by row on one thread, with filters that see few tokens.
+    """Compute ``probabilities`` on a CPU, row by row on one thread, with filters that see few
+    tokens.
 
     A top-p row of 49,152 tokens takes .11 ms here and 3.8 by torch's sort, half a plain step. Torch
     would also divide a row among threads, which is much slower where another program has taken one
@@ -176,7 +180,7 @@ def one_hot(tokens: Tensor, vocab: int) -> Tensor:
 def candidates(
     scores: np.ndarray, top_p: float | None, min_p: float | None, top_k: float | None
 ) -> tuple[np.ndarray | slice, float]:
-    """Ids of a row's few tokens that may pass the filters, and their mass.
+    """Return the ids of a row's few tokens that may pass the filters, and their mass.
 
     They are the tokens within some distance of the largest score, 0: at least k under top-k, and
     without it enough for top-p. The mass is that within which top-p counts: 1 under top-k.
@@ -200,8 +204,8 @@ def candidates(
 
 
 def unlikely(probs: Tensor, mass: float) -> Tensor:
-    """Mask, bool ``[rows, vocab]``, of the most tokens whose probabilities sum to at most ``mass``,
-    least likely first.
+    """Return the mask, bool ``[rows, vocab]``, of the most tokens whose probabilities sum to at
+    most ``mass``, least likely first.
 
     Of equally likely tokens, the one with the smaller id comes first. The likeliest token is never
     in the mask.

@@ -37,7 +37,7 @@ def speculate(
     *,
     observer: Observer | None = None,
 ) -> Iterator[Round]:
-    """Speculative decoding of ``text`` to its end, with exactly the target's distribution; yields a
+    """Decode ``text`` speculatively to its end, with exactly the target's distribution; yield a
     record per round.
 
     Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text
@@ -105,7 +105,7 @@ def read_verdict(
     probs: Tensor,
     policy: Policy,
 ) -> Verdict:
-    """Result of a verification, copied from the device in one synchronisation per round.
+    """Return the result of a verification, copied from the device in one synchronisation per round.
 
     Nothing can follow a row of zeros: no token is allowed there, or the largest logit is NaN or
     infinite. Only after a token of probability 0 are there more synchronisations, which tell that

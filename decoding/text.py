@@ -69,7 +69,7 @@ class Patterns:
         self.strings = [string.encode() for string in strings]
 
     def completed(self, data: bytearray, new: int, floor: int = 0) -> int | None:
-        """Offset of the pattern that ends first within the last ``new`` bytes, if any.
+        """Return the offset of the pattern that ends first within the last ``new`` bytes, if any.
 
         Of several that end at the same byte, the longest counts. It must begin at ``floor`` or
         later.
@@ -83,8 +83,8 @@ class Patterns:
         return begins[min(begins)] if begins else None
 
     def pending(self, data: bytearray, end: int, floor: int = 0) -> int:
-        """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if
-        there is none.
+        """Return the offset of the longest suffix of ``data[:end]`` that a pattern begins with;
+        ``end`` if there is none.
         """
         first = end
         for string in self.strings:
@@ -138,7 +138,7 @@ class Text:
         self.prompt_bytes = len(self.data)
 
     def __len__(self) -> int:
-        """Number of tokens, prompt included."""
+        """Return the number of tokens, prompt included."""
         return len(self.tokens)
 
     @property
@@ -179,11 +179,12 @@ class Text:
         return self.stops.pending(self.data, end, self.prompt_bytes)
 
     def place(self, drafted: int = 0) -> Place:
-        """Place of the next draw, after ``drafted`` tokens that are not yet in the text."""
+        """Return the place of the next draw, after ``drafted`` tokens not yet in the text."""
         return Place(len(self) + drafted, self.retractions)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Tokens ``[n]`` int64 on ``device``: a view that is valid until the text is extended.
+        """Return the tokens ``[n]`` int64 on ``device``: a view that is valid until the text is
+        extended.
 
         Only the tokens that are new since the last call are copied.
         """
@@ -198,8 +199,8 @@ class Text:
         return self.buffer[: len(self)]
 
     def allowed(self, drafted: Tensor, first: int = 0) -> Tensor | None:
-        """Mask of allowed tokens after the text and the first n drafted ones, for n from ``first``
-        to all ``[k]``.
+        """Return the mask of allowed tokens after the text and the first n drafted ones, for n from
+        ``first`` to all ``[k]``.
 
         bool ``[k + 1 - first, vocab]`` on the draft's device. Where all tokens are allowed it is
         None, and without constraints that is known without reading the draft.
@@ -218,8 +219,8 @@ class Text:
         return torch.stack([everything if row is None else row for row in rows]).to(drafted.device)
 
     def allowed_after(self, drafted: Sequence[int]) -> Tensor | None:
-        """Mask, bool ``[vocab]``, of allowed tokens after the text and these drafted ones; None if
-        all are allowed.
+        """Return the mask, bool ``[vocab]``, of allowed tokens after the text and these drafted
+        ones; None if all are allowed.
 
         Every position with forbidden tokens lies in the text or at its end, since a retraction
         drops later ones.
@@ -302,9 +303,11 @@ class Text:
             self.cut = stop if self.finish == "stop" else len(self.data)
 
     def _new_bytes(self) -> int:
-        """Number of bytes that the last token added."""
+        """Return the number of bytes that the last token added."""
         return self.begins[-1] - self.begins[-2]
 
     def _holder(self, offset: int) -> int:
-        """Position of the token with the byte at ``offset``, at least the first generated one."""
+        """Return the position of the token with the byte at ``offset``, at least the first
+        generated one.
+        """
         return max(bisect_right(self.begins, offset) - 1, self.prompt_length)

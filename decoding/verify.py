@@ -152,11 +152,11 @@ class Rule:
         return Rule(name or "race", secrets.randbelow(2**32) if seed is None else seed)
 
     def __str__(self) -> str:
-        """The command-line options that reproduce the text."""
+        """Return the command-line options that reproduce the text."""
         return f"--seed {self.seed} --coupling {self.name}"
 
     def randomness(self, device: torch.device | str = "cpu") -> Randomness:
-        """A fresh source of randomness for one text."""
+        """Return a fresh source of randomness for one text."""
         return COUPLINGS[self.name][0](self.seed, device, self.sample)
 
     @property

@@ -47,7 +47,9 @@ OPTIONS: Groups = {
 
 
 def sheet(height: float, left: float, right: float, top: float) -> Axes:
-    """Axes without a frame; the height of the figure is in inches, the rest in units of tiles."""
+    """Return axes without a frame; the height of the figure is in inches, the rest in units of
+    tiles.
+    """
     return Figure(figsize=(7.5, height)).subplots(
         subplot_kw={
             "frame_on": False,
@@ -74,21 +76,23 @@ def tiles(
 
 
 def explained(axes: Axes, colours: dict[str, str]) -> Figure:
-    """The figure of these axes with the names of its colours below it."""
+    """Return the figure of these axes with the names of its colours below it."""
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
     axes.figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
     return axes.figure
 
 
 def shown_layers(count: int) -> list[int]:
-    """Numbers of the first four of ``count`` layers, of some later ones, and of the last."""
+    """Return the numbers of the first four of ``count`` layers, of some later ones, and of the
+    last.
+    """
     return [layer for layer in (1, 2, 3, 4, 8, 16, 32, 64) if layer < count] + [count]
 
 
 @torch.inference_mode()
 def guesses(model: Decoder, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Probability and id of the likeliest token after each token of a text, by layer: two tensors
-    ``[layers, T]``.
+    """Return the probability and id of the likeliest token after each token of a text, by layer:
+    two tensors ``[layers, T]``.
     """
     states = layer_outputs(model, torch.tensor([ids]))
     probs = torch.stack([model.logits(hidden)[0].softmax(-1) for hidden in states])
@@ -96,7 +100,7 @@ def guesses(model: Decoder, ids: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
-    """Columns are the last tokens of the text, rows are layers."""
+    """Return a table of colours: columns are the last tokens of the text, rows are layers."""
     ids = tokenizer.encode(text)
     if len(ids) < TOKENS:
         raise InputError(f"the text has {len(ids)} tokens, and needs {TOKENS}")

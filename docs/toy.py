@@ -22,7 +22,7 @@ LENGTH = 5  # letters of a text
 
 
 def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:
-    """Drafted letters, and the distribution q that each was drawn from."""
+    """Return the drafted letters, and the distribution q that each was drawn from."""
     drafted = []
     q = torch.zeros(0, 3)
     while len(drafted) < limit:
@@ -33,7 +33,7 @@ def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[i
 
 
 def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> tuple[Tensor, int]:
-    """Number of accepted letters, and the letter after them."""
+    """Return the number of accepted letters, and the letter after them."""
     rows = range(len(drafted))
     # up to the first rejection
     accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()
@@ -43,7 +43,7 @@ def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> 
 
 
 def speculate(text: list[int], randomness: Enumerator) -> list[int]:
-    """The text, continued to its full length in rounds of a draft and its verification."""
+    """Return the text, continued to its full length in rounds of a draft and its verification."""
     while len(text) < LENGTH:
         drafted, q = propose(text, min(GAMMA, LENGTH - len(text) - 1), randomness)
         p = P[[text[-1], *drafted]]  # one pass of the target over the last letter and the draft
@@ -76,11 +76,11 @@ class Enumerator:
         return outcome
 
     def draw(self, probs: Tensor) -> int:
-        """A letter, from probabilities that need not sum to 1."""
+        """Return a letter, from probabilities that need not sum to 1."""
         return self.choose((probs / probs.sum()).tolist())
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """1 or 0 for each probability."""
+        """Return 1 or 0 for each probability."""
         return torch.tensor(
             [self.choose([1 - a, a]) for a in probabilities.clamp(max=1).tolist()],
             dtype=torch.int64,

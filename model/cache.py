@@ -88,7 +88,8 @@ class KVCache:
 
 
 def static_capacity(positions: int) -> int:
-    """Positions of a GPU's cache: a power of two of ``positions`` or more, and padded rows.
+    """Return the positions of a GPU's cache: a power of two of ``positions`` or more, and padded
+    rows.
 
     So the longest context of 131,072 tokens has eight sizes, for each of which steps are compiled
     again. The room for padded rows is larger than any step needs.

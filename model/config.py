@@ -149,7 +149,8 @@ class ModelConfig:
 
 
 def parse_config(source: Any) -> ModelConfig:
-    """ModelConfig of the parsed ``config.json`` of a checkpoint of one of the ``FAMILIES``.
+    """Return the ModelConfig of the parsed ``config.json`` of a checkpoint of one of the
+    ``FAMILIES``.
 
     Raises InputError with the name of the field for anything that this project cannot compute
     exactly.
@@ -207,7 +208,9 @@ def parse_config(source: Any) -> ModelConfig:
 
 
 def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
-    """Kind of each layer: the ``given`` layer_types, or those that the other keys describe."""
+    """Return the kind of each layer: the ``given`` layer_types, or those that the other keys
+    describe.
+    """
     layers = read("num_hidden_layers", int, largest=MOST_LAYERS)
     first = read("max_window_layers", int, smallest=0)
     pattern = read("sliding_window_pattern", int, optional=True)
@@ -221,7 +224,7 @@ def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
 
 
 def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope]:
-    """Rotary embedding of each kind of layers, for up to ``max_positions`` tokens.
+    """Return the rotary embedding of each kind of layers, for up to ``max_positions`` tokens.
 
     Where there are ``two``, the scaling of transformers 4 is that of layers without a window, and
     rope_parameters hold an object for each kind.
@@ -245,7 +248,7 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
 
 
 def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> Rope:
-    """Rotary embedding of ``scaling``; fields that it lacks may be in ``raw``."""
+    """Return the rotary embedding of ``scaling``; fields that it lacks may be in ``raw``."""
     if any(isinstance(value, dict) for value in scaling.values()):
         raise InputError(
             f"config.json: rope_parameters must be one object for all layers, found {scaling!r:.80}"
@@ -263,7 +266,7 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
 
 
 def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:
-    """``value``, if this project supports it."""
+    """Return ``value``, if this project supports it."""
     if value not in list(supported):
         known = ", ".join(map(repr, supported))
         raise InputError(
@@ -283,7 +286,8 @@ def _read(
     smallest: int = 1,
     largest: int = LARGEST,
 ) -> Any:
-    """Field as an int from ``smallest`` to ``largest``, a float above 0, a bool or an object.
+    """Return a field as an int from ``smallest`` to ``largest``, a float above 0, a bool or an
+    object.
 
     Where it is absent, it is that of ``defaults``, or else ``default``. Where it is null, it is
     None if it is ``optional``, else the same.

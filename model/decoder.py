@@ -43,13 +43,16 @@ class Steps:
     trouble: str | None = None
 
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
-        """Static step of a plan on this cache, made on first use; None for readable blocks."""
+        """Return a static step of a plan on this cache, made on first use; None for readable
+        blocks.
+        """
         return None
 
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
     ) -> list[Tensor]:
-        """Logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as possible.
+        """Return the logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as
+        possible.
 
         Each call has its own cache.
         """
@@ -106,7 +109,9 @@ class Decoder(Steps, nn.Module):
                 nn.init.zeros_(module.bias)
 
     def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """Rounded weights of a linear layer or an embedding, by the importance of its inputs."""
+        """Return rounded weights of a linear layer or an embedding, by the importance of its
+        inputs.
+        """
         return quantise(product.weight, bits, self.importance.get(product))
 
     @property
@@ -118,7 +123,7 @@ class Decoder(Steps, nn.Module):
         return self.embed_tokens.weight.dtype
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """Empty cache for ``capacity`` positions, in the model's dtype and on its device."""
+        """Return an empty cache of ``capacity`` positions in the model's dtype and device."""
         return KVCache(
             self.num_layers,
             (batch, self.config.num_kv_heads, capacity, self.config.head_dim),
@@ -127,7 +132,7 @@ class Decoder(Steps, nn.Module):
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""
+        """Return the embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""
         return self.embed_tokens(tokens)
 
     def hidden(
@@ -137,8 +142,8 @@ class Decoder(Steps, nn.Module):
         start: int = 0,
         plan: LayerPlan | None = None,
     ) -> Tensor:
-        """Hidden states after the blocks of ``plan`` (all by default): ``[batch, T]`` ids ->
-        ``[batch, T, hidden]``.
+        """Return the hidden states after the blocks of ``plan`` (all by default): ``[batch, T]``
+        ids -> ``[batch, T, hidden]``.
 
         The T tokens have positions ``[start, start + T)``, and their keys and values are written
         there. Without a cache the tokens attend to each other only.
@@ -152,7 +157,8 @@ class Decoder(Steps, nn.Module):
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Logits by final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]``.
+        """Return the logits by final norm and head: ``[batch, T, hidden]`` ->
+        ``[batch, T, vocab]``.
 
         ``head`` is the low-bit twin to use in place of the model's head.
         """
@@ -166,7 +172,9 @@ class Decoder(Steps, nn.Module):
         start: int = 0,
         plan: LayerPlan | None = None,
     ) -> Tensor:
-        """Logits after each token, ``[batch, T]`` ids -> ``[batch, T, vocab]``: see ``hidden``."""
+        """Return the logits after each token, ``[batch, T]`` ids -> ``[batch, T, vocab]``: see
+        ``hidden``.
+        """
         return self.logits(
             self.hidden(tokens, cache, start, plan), self.twins.head(plan.head) if plan else None
         )
@@ -184,5 +192,5 @@ class Decoder(Steps, nn.Module):
 
 
 def chunk_at(start: int) -> int:
-    """Most prompt tokens of a chunk that begins at position ``start``."""
+    """Return the most prompt tokens of a chunk that begins at position ``start``."""
     return PREFILL_CHUNK - start % PREFILL_CHUNK

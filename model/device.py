@@ -12,7 +12,8 @@ LAUNCHERS: dict[torch.device, Callable[..., Tensor]] = {}
 
 
 def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
-    """``function(rows, *more)``, in one launch where the device of the rows has a launcher.
+    """Return ``function(rows, *more)``, computed in one launch where the device of the rows has a
+    launcher.
 
     A row of the result may depend on the same row of the tensors only.
     """
@@ -23,15 +24,15 @@ def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock, read when the device has finished all its work."""
+    """Return the seconds of a clock, read when the device has finished all its work."""
     if device.type == "cuda":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 itself: all but NVIDIA GPUs below compute capability
-    8.0, such as T4, V100 and RTX 20xx.
+    """Return whether a device multiplies bfloat16 itself: all but NVIDIA GPUs below compute
+    capability 8.0, such as T4, V100 and RTX 20xx.
 
     Those emulate it, slower than float16 by far, and torch's compiler and four-bit kernel refuse
     it.

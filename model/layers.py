@@ -21,12 +21,16 @@ QUERIES = 128  # per chunk of a long prompt
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of norms, angles and softmax: float32 for bf16 models, float64 for float64 ones."""
+    """Return the dtype of norms, angles and softmax: float32 for bf16 models, float64 for float64
+    ones.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 def normalise(x: Tensor, eps: float) -> Tensor:
-    """RMSNorm without weight, x / sqrt(mean(x²) + eps), in the wide dtype (arXiv 1910.07467)."""
+    """Return RMSNorm without weight, x / sqrt(mean(x²) + eps), in the wide dtype (arXiv
+    1910.07467).
+    """
     wide = x.to(wide_dtype(x.dtype))
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
@@ -48,8 +52,8 @@ class RMSNorm(nn.Module):
 def inverse_frequencies(
     rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv 2104.09864, eq.
-    15).
+    """Return the radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv
+    2104.09864, eq. 15).
 
     ``linear`` divides all frequencies by ``factor``. ``llama3`` keeps short wavelengths, divides
     the frequencies of those longer than the trained context by ``factor``, and interpolates
@@ -72,7 +76,9 @@ def inverse_frequencies(
 def rotary_table(
     rope: Rope, head_dim: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine (see ``rotate``) for ``[0, size)``: two ``[size, head_dim]``."""
+    """Return the cosine and signed sine (see ``rotate``) for ``[0, size)``: two
+    ``[size, head_dim]``.
+    """
     wide = wide_dtype(dtype)
     angles = torch.outer(
         torch.arange(size, dtype=wide, device=device),
@@ -86,8 +92,8 @@ def rotary_table(
 def rotary_angles(
     rope: Rope, head_dim: int, start: int, count: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine for positions ``[start, start + count)``: two ``[count, head_dim]``,
-    dtype of ``like``.
+    """Return the cosine and signed sine for positions ``[start, start + count)``: two
+    ``[count, head_dim]``, dtype of ``like``.
     """
     size = 1 << (start + count - 1).bit_length()  # sizes double, so that few tables are made
     cos, sin = rotary_table(rope, head_dim, size, like.dtype, like.device)
@@ -95,8 +101,8 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``[B, heads, T, D]``: each pair (x[i], x[i + D/2]) turned by its angle,
-    as Hugging Face does.
+    """Return the rotary embedding of ``[B, heads, T, D]``: each pair (x[i], x[i + D/2]) turned by
+    its angle, as Hugging Face does.
 
     x[i] becomes x[i]·cos - x[i + D/2]·sin, and x[i + D/2] becomes x[i + D/2]·cos + x[i]·sin. Both
     are one formula: ``roll`` swaps the halves, and ``sin`` already holds the minus of the first.
@@ -107,7 +113,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """Masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
+    """Return masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask``
     ``[T, S]`` is added to the scores of every head; None masks nothing. A soft cap turns scores
@@ -131,7 +137,8 @@ def attend_masked(
 
 
 def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask ``[T, N]`` of queries and keys at positions ``[T]`` and ``[N]``.
+    """Return the additive causal mask ``[T, N]`` of queries and keys at positions ``[T]`` and
+    ``[N]``.
 
     Query i attends to key j if j <= i and, with a window, i - window < j. There the mask is 0, and
     -inf elsewhere. For three queries at positions 2 to 4 and five keys at 0 to 4, without a window
@@ -152,7 +159,8 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.
 def attend_causally(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """Causal attention of the last T of S positions, by ``attend_masked`` and ``causal_mask``.
+    """Return causal attention of the last T of S positions, by ``attend_masked`` and
+    ``causal_mask``.
 
     Long prompts are divided into chunks of queries, so that the scores of all queries and keys are
     never held at once. Keys outside of a chunk's windows are not multiplied at all.
@@ -207,7 +215,9 @@ def layer_positions(
     like: Tensor,
     attend: Callable[..., Tensor] = attend_causally,
 ) -> list[Positions]:
-    """Positions ``[start, start + count)`` for each layer, with angles in the dtype of ``like``."""
+    """Return the positions ``[start, start + count)`` for each layer, with angles in the dtype of
+    ``like``.
+    """
     by_rope = {
         rope: Positions(start, *rotary_angles(rope, config.head_dim, start, count, like), attend)
         for rope in set(config.ropes)
@@ -238,7 +248,9 @@ class Attention(nn.Module):
             self.k_norm = norm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
-        """``[B, T, hidden]`` -> the same shape; a cache, if given, is written at the positions."""
+        """Return ``[B, T, hidden]`` for the same shape; a cache, if given, is written at the
+        positions.
+        """
         c = self.config
         q, k, v = (  # [B, H or K, T, D]
             projection(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)

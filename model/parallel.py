@@ -68,8 +68,8 @@ class Shard:
             )
 
     def part(self, length: int, unit: int = 1) -> range:
-        """Indices of the rank, of ``length`` units with ``unit`` indices each: at least one unit,
-        if need be shared.
+        """Return the indices of the rank, of ``length`` units with ``unit`` indices each: at least
+        one unit, if need be shared.
         """
         first = length * self.rank // self.size
         return range(first * unit, max(first + 1, length * (self.rank + 1) // self.size) * unit)
@@ -95,7 +95,9 @@ class Shard:
 
 
 def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
-    """Result of a collective operation on ``value``. Raises InputError when a rank has ended."""
+    """Return the result of a collective operation on ``value``. Raises InputError when a rank has
+    ended.
+    """
     try:
         operation(value, *more)
     except RuntimeError as error:
@@ -122,7 +124,7 @@ class SplitEmbedding(nn.Module):
 
 
 def split(model: Decoder, shard: Shard) -> Decoder:
-    """Decoder that sums with the other ranks, of a loaded model of config ``shard.local``;
+    """Return a decoder that sums with the other ranks, of a loaded model of config ``shard.local``;
     parameter names stay.
     """
     size = shard.config.vocab_size

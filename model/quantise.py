@@ -52,7 +52,7 @@ class Quantised:
     zero: Tensor
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Weights of these codes, ``[out, in]``."""
+        """Return the weights of these codes, ``[out, in]``."""
         scale = self.scale.float()
         zero = self.zero.float()
         if scale.shape[1] > 1:
@@ -63,7 +63,7 @@ class Quantised:
 
 
 def weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
-    """Weighted sum over the last dimension, from the first to the last number.
+    """Return the weighted sum over the last dimension, from the first to the last number.
 
     The order is part of the definition: compiled rounding (``model.fast``) finds the same bits.
     """
@@ -71,14 +71,14 @@ def weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
 
 
 def codes_of(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Codes 0 to 15 of weights ``[..., 32]``, as floats; scale and zero are ``[...]``."""
+    """Return codes 0 to 15 of weights ``[..., 32]``, as floats; scale and zero are ``[...]``."""
     inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
     return ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, LEVELS)
 
 
 def round_groups(weight: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes ``[rows, groups, 32]`` of weights of this shape, and scale and zero ``[rows, groups]``,
-    of the least weighted error; ``shares`` ``[groups, 32]`` sum to 1 per group.
+    """Return the codes ``[rows, groups, 32]`` of weights of this shape, and scale and zero
+    ``[rows, groups]``, of the least weighted error; ``shares`` ``[groups, 32]`` sum to 1 per group.
     """
     mean = weighted_sum(weight, shares)
     low, high = torch.aminmax(weight, dim=-1)
@@ -108,8 +108,8 @@ def round_groups(weight: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def shares_of(importance: Tensor | None, columns: int, device: torch.device) -> Tensor:
-    """Share of each column in the error of its group of 32, ``[groups, 32]`` float32, by the
-    ``importance`` ``[columns]``: all alike without it. Columns beyond the last have none.
+    """Return the share of each column in the error of its group of 32, ``[groups, 32]`` float32, by
+    the ``importance`` ``[columns]``: all alike without it. Columns beyond the last have none.
     """
     if importance is None:
         importance = torch.ones(columns)
@@ -122,7 +122,7 @@ def shares_of(importance: Tensor | None, columns: int, device: torch.device) -> 
 
 @torch.no_grad()
 def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Quantised:
-    """Rounded ``[out, in]`` weights, in codes of 4 or 8 bits.
+    """Return the rounded ``[out, in]`` weights, in codes of 4 or 8 bits.
 
     ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
     error of a group is at most that of half an even step per weight, from its least to its largest
@@ -169,8 +169,8 @@ class Twins:
         self.made: dict[tuple[nn.Module, int], Product] = {}
 
     def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
-        """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits
-        must not be called.
+        """Return a block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of
+        0 bits must not be called.
         """
         block = self.model.layers[layer]
         twins = {
@@ -181,19 +181,21 @@ class Twins:
         return with_parts(block, twins) if twins else block
 
     def head(self, bits: int) -> Product | None:
-        """Head in ``bits`` bits, for normed states ``[..., hidden]``; None: full precision."""
+        """Return the head in ``bits`` bits, for normed states ``[..., hidden]``; None: full
+        precision.
+        """
         if bits == FULL:
             return None
         return self._twin(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
 
     def _twin(self, module: nn.Module, bits: int, make: Callable[..., Product]) -> Product:
-        """Twin of a module, which ``make`` makes at the first call."""
+        """Return a twin of a module, which ``make`` makes at the first call."""
         if (module, bits) not in self.made:
             self.made[module, bits] = make(module, bits)
         return self.made[module, bits]
 
     def _new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
-        """Sublayer whose linear layers are low-bit products."""
+        """Return a sublayer whose linear layers are low-bit products."""
         products = {
             name: self.new_product(part, bits)
             for name, part in sublayer.named_children()

@@ -61,8 +61,8 @@ OPTIONS: Groups = {
 
 @torch.inference_mode()
 def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: list[str]) -> float:
-    """Bits in which the model codes a byte of these documents, each read by itself, up to the
-    model's context.
+    """Return the bits in which the model codes a byte of these documents, each read by itself, up
+    to the model's context.
     """
     nats = 0.0
     size = 0

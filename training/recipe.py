@@ -23,8 +23,8 @@ HELD_OUT_ROWS = 8  # per batch
 
 
 def dropout_rates(layers: int, p_max: float, growth: float = 1.0) -> list[float]:
-    """Probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section 4.1.1, equations
-    1 and 2).
+    """Return the probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section
+    4.1.1, equations 1 and 2).
 
     D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. ``growth`` is
     S(t): 1 when training continues from a checkpoint, else ``growth_from_scratch``.
@@ -33,12 +33,12 @@ def dropout_rates(layers: int, p_max: float, growth: float = 1.0) -> list[float]
 
 
 def growth_from_scratch(step: int, steps: int) -> float:
-    """S(t) = exp(t·ln 2 / (T-1)) - 1, which grows from 0 at the first step to 1 at the last."""
+    """Return S(t) = exp(t·ln 2 / (T-1)) - 1, which grows from 0 at the first step to 1."""
     return 2 ** (step / max(1, steps - 1)) - 1
 
 
 def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float]:
-    """Weights ẽ(t, l) of the losses of all exits (section 4.1.2, equations 4 to 6).
+    """Return the weights ẽ(t, l) of the losses of all exits (section 4.1.2, equations 4 to 6).
 
     ``on`` (bool ``[L-1]``) selects the early exits of the step; the last layer's loss is always on.
     e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the
@@ -56,7 +56,7 @@ def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float
 
 
 def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
-    """Whether each early exit's loss is on in a step: bool ``[layers - 1]``.
+    """Return whether each early exit's loss is on in a step: bool ``[layers - 1]``.
 
     Curriculum ``rotational`` turns on every R-th exit, shifted by one each step, with R the
     ``rotation``; ``gradual`` turns on one exit after another from the last to the first, all by
@@ -71,7 +71,8 @@ def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int)
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
-    """Hidden states ``[batch, T, hidden]`` after each layer, for token ids ``[batch, T]``.
+    """Return the hidden states ``[batch, T, hidden]`` after each layer, for token ids
+    ``[batch, T]``.
 
     ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the
     layer, without rescaling: it is computed for them in vain, which costs little at the usual
@@ -88,7 +89,8 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
 def recipe_loss(
     model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float], taught: float = 0.0
 ) -> Tensor:
-    """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), with the ``weights`` ẽ by layer.
+    """Return the loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), with the ``weights`` ẽ
+    by layer.
 
     An early exit is trained towards a mixture: the last layer's probabilities with the share
     ``taught``, and the next token with the rest. The model verifies drafts, not the text. The
@@ -111,16 +113,16 @@ def recipe_loss(
 
 
 def log_probabilities(model: Decoder, hidden: Tensor) -> Tensor:
-    """Log-probabilities ``[batch · T, vocab]`` of the next tokens after a layer's output ``[batch,
-    T, hidden]``.
+    """Return the log-probabilities ``[batch · T, vocab]`` of the next tokens after a layer's output
+    ``[batch, T, hidden]``.
     """
     return model.logits(hidden).float().flatten(0, 1).log_softmax(-1)
 
 
 @torch.no_grad()
 def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[float]]:
-    """Loss of every exit on held-out text and its greedy agreement with the full model, each a list
-    by layer.
+    """Return the loss of every exit on held-out text and its greedy agreement with the full model,
+    each a list by layer.
     """
     generator = torch.Generator().manual_seed(0)
     sums = np.zeros((2, model.num_layers))

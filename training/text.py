@@ -34,8 +34,8 @@ TOKENIZER_SETTINGS = {
 
 
 def read_documents(paths: Sequence[Path]) -> list[str]:
-    """Documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or ``prompt`` and
-    ``response``.
+    """Yield the documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or
+    ``prompt`` and ``response``.
 
     Raises InputError with file and line for unreadable input.
     """
@@ -58,7 +58,7 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
 
 
 def is_held_out(document: str) -> bool:
-    """Whether a document is not trained on, by its text alone."""
+    """Return whether a document is not trained on, by its text alone."""
     return zlib.crc32(document.encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -100,13 +100,14 @@ class Rows:
         self.windows = torch.from_numpy(tokens).unfold(0, width, 1)  # from every token on: a view
 
     def pick(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Random rows, ``[rows, width]`` int64."""
+        """Return random rows, ``[rows, width]`` int64."""
         picked = torch.randint(len(self.starts), (rows,), generator=generator)
         return self.windows[self.starts[picked]].long()
 
 
 def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tuple[Rows, Rows]:
-    """Rows of ``context`` + 1 tokens: of the documents to train on, and of the held-out documents.
+    """Return the rows of ``context`` + 1 tokens: of the documents to train on, and of the held-out
+    documents.
 
     Raises InputError for too little text.
     """

@@ -44,7 +44,7 @@ OPTIONS: Groups = {
 
 
 def function_of(name: str) -> Callable[[], Any]:
-    """The function of FILE.py:FUNCTION. Raises InputError where there is none."""
+    """Return the function of FILE.py:FUNCTION. Raises InputError where there is none."""
     file, _, function = name.rpartition(":")
     if not os.path.isfile(file):
         raise InputError(f"{name!r:.200} must be FILE.py:FUNCTION, of a file that is there")
@@ -57,7 +57,7 @@ def function_of(name: str) -> Callable[[], Any]:
 
 
 def shown_law(name: str, paths: int) -> Law:
-    """Law of a function, with a bar of the probability of the paths so far."""
+    """Return the law of a function, with a bar of the probability of the paths so far."""
     function = function_of(name)
     with (
         bar_of(f"every outcome of {name.rpartition(':')[2]}") as progress,

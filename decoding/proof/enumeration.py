@@ -48,7 +48,7 @@ class Enumerator(Randomness):
         return torch.tensor(self._choose(possible), dtype=torch.bool, device=probabilities.device)
 
     def is_below(self, number: Hashable, threshold: float) -> bool:
-        """Whether a uniform number is below a threshold, which splits its part."""
+        """Return whether a uniform number is below a threshold, which splits its part."""
         low, high = self.parts.get(number, (0.0, 1.0))
         split = min(max(threshold, low), high)
         sides = [
@@ -59,7 +59,7 @@ class Enumerator(Randomness):
         return below
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
-        """Outcome of this path at its next fork, of ``(probability, outcome)`` pairs."""
+        """Return the outcome of this path at its next fork, of ``(probability, outcome)`` pairs."""
         depth = len(self.forks)
         if depth == len(self.path):
             self.path.append(0)
@@ -102,7 +102,7 @@ def output_law(
     enumerator: Callable[[], Enumerator] = Enumerator,
     progress: Callable[[float], object] = lambda weight: None,
 ) -> dict[Hashable, float]:
-    """Exact probability of every result of ``run``.
+    """Return the exact probability of every result of ``run``.
 
     ``run`` must begin from the same state at each call, and draw only through the randomness that
     it receives. ``progress`` is called with the probability of each path of draws; they sum to 1.
@@ -118,7 +118,7 @@ def output_law(
 
 
 def total_variation(law: dict[Hashable, float], other: dict[Hashable, float]) -> float:
-    """Total variation, half the sum of |difference|: 1 for laws that share no outcome."""
+    """Return the total variation, half the sum of |difference|: 1 where no outcome is shared."""
     return (
         sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()) / 2
     )

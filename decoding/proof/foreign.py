@@ -89,7 +89,9 @@ class Noise(Tensor):
 def as_noise(
     data: Tensor, kind: str, ids: Tensor, factor: Tensor = UNSCALED, weights: Any = None
 ) -> Noise:
-    """The tensor itself as noise, so that functions which write into a tensor can be replaced."""
+    """Return the tensor itself as noise, so that functions which write into a tensor can be
+    replaced.
+    """
     data.__class__ = Noise
     vars(data).update(kind=kind, ids=ids, factor=factor, weights=weights)
     return data
@@ -99,8 +101,8 @@ class Walk(Enumerator):
     """Enumerator of paths of code that draws numbers, which count from 0, uniform or others."""
 
     def fresh(self, kind: str, make: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-        """Noise of new numbers in the tensor that a function makes. Where that draws, the generator
-        of torch stays as it was (see ``states``).
+        """Return noise of new numbers in the tensor that a function makes. Where that draws, the
+        generator of torch stays as it was (see ``states``).
         """
         state = torch.get_rng_state()
         data = make(*given, **named)
@@ -168,7 +170,9 @@ def multinomial(
     replacement: bool = False,
     **unused: Any,
 ) -> Tensor:
-    """``torch.multinomial``: a fork per row and sample, over the tokens of positive probability."""
+    """Replace ``torch.multinomial``: a fork per row and sample, over the tokens of positive
+    probability.
+    """
     if not (probs.sum(-1) > 0).all():
         return function(probs, num_samples, replacement)  # raises torch's error
     drawn = []
@@ -185,7 +189,7 @@ def multinomial(
 def bernoulli(
     walk: Walk, function: Callable[..., Tensor], data: Tensor, p: Any = None, **unused: Any
 ) -> Tensor:
-    """``torch.bernoulli`` and its forms as methods: a fork per element."""
+    """Replace ``torch.bernoulli`` and its forms as methods: a fork per element."""
     probs = data if p is None else torch.as_tensor(p, dtype=torch.float64).expand(data.shape)
     tossed = [walk.accept(each[None]).item() for each in probs.reshape(-1)]
     result = torch.tensor(tossed, dtype=data.dtype).view(data.shape)
@@ -193,7 +197,7 @@ def bernoulli(
 
 
 def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-    """``torch.rand``, ``rand_like`` and ``uniform_`` from 0 to 1."""
+    """Replace ``torch.rand``, ``rand_like`` and ``uniform_`` from 0 to 1."""
     bounds = named.get("from", 0), named.get("to", 1), *given[1:3]
     if function.__name__ == "uniform_" and not {*bounds} <= {0, 1}:
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
@@ -203,7 +207,7 @@ def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: A
 def exponential(
     walk: Walk, function: Callable[..., Tensor], data: Tensor, *rate: float, **named: Any
 ) -> Noise:
-    """``exponential_`` of any rate: it does not change which token wins."""
+    """Replace ``exponential_`` of any rate: it does not change which token wins."""
     return walk.fresh("E", function, data, *rate, **named)
 
 
@@ -219,7 +223,9 @@ DRAWS: dict[str, Callable[..., Any]] = {
 
 
 def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Result of a function of noise, NotImplemented where it is none that can be enumerated."""
+    """Return the result of a function of noise, NotImplemented where it is none that can be
+    enumerated.
+    """
     if name in ASKS:
         found = function(*given, **named)
         if not isinstance(found, Tensor):
@@ -267,7 +273,7 @@ def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[
 
 
 def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
-    """Whether each u is below its threshold, bool, or whether it is not."""
+    """Return whether each u is below its threshold, bool, or whether it is not."""
     thresholds = torch.as_tensor(other, dtype=torch.float64)
     if noise.kind == "log u":
         thresholds = thresholds.exp()
@@ -282,7 +288,7 @@ def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
 
 
 def places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
-    """Place of each u in its row of sorted sums, int64 in the shape of the noise."""
+    """Return the place of each u in its row of sorted sums, int64 in the shape of the noise."""
     thresholds = sums[..., None, :] / noise.factor.expand(noise.ids.shape)[..., None]
     numbers = noise.ids.flatten().tolist()
     found = [
@@ -293,14 +299,14 @@ def places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
 
 
 def race(noise: Noise, weights: Any) -> Noise:
-    """A race of one number per weight."""
+    """Return a race of one number per weight."""
     if noise.ids.shape != torch.as_tensor(weights).shape:
         return NotImplemented
     return as_noise(torch.empty(noise.shape), "a race", noise.ids, weights=weights)
 
 
 def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Argmax of a race over the last dimension: a fork per row, by the weights.
+    """Return the argmax of a race over the last dimension: a fork per row, by the weights.
 
     Raises Refused where one of its numbers has decided something before.
     """
@@ -316,7 +322,9 @@ def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = Fa
 
 
 def refusing(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """All public functions and classes of a module by name, each replaced by one that refuses."""
+    """Return all public functions and classes of a module by name, each replaced by one that
+    refuses.
+    """
 
     def refuse(name: str, *given: Any, **named: Any) -> NoReturn:
         raise Refused(f"{module.__name__}.{name} cannot be enumerated")
@@ -337,13 +345,15 @@ OF_NUMPY = refusing(np.random) | {"get_state": np.random.get_state}
 
 @contextmanager
 def replaced(walk: Walk) -> Iterator[None]:
-    """Context in which all random functions are those of the walk, or refused."""
+    """Return a context in which all random functions are those of the walk, or refused."""
 
     def uniforms(*shape: Any) -> Noise:
         return walk.fresh("u", torch.empty, shape)
 
     def seed(*given: Any, **named: Any) -> None:
-        """Before the first draw a seed changes no law; later, numbers repeat."""
+        """Refuse a seed after the first draw, since numbers would repeat; before it, no law
+        changes.
+        """
         if walk.forks or walk.parts:
             raise Refused("a seed or state set after a draw cannot be enumerated: numbers repeat")
 
@@ -358,8 +368,8 @@ def replaced(walk: Walk) -> Iterator[None]:
 
 
 def states() -> dict[str, bytes]:
-    """State of the generator of each library. A draw that was not replaced changes it: dropout, or
-    a function that was imported by its own name.
+    """Return the state of the generator of each library. A draw that was not replaced changes it:
+    dropout, or a function that was imported by its own name.
     """
     found = {
         "torch": torch.get_rng_state().numpy(),
@@ -381,9 +391,9 @@ class Law:
     is_sampled: bool = False
 
     def error(self, results: int) -> float:
-        """Bound on the total variation to the true law, if that has this number of results: 0 where
-        it was enumerated. For a sampled law it holds with probability ``CONFIDENCE``, by the bound
-        of Weissman et al. 2003 for the L1 deviation.
+        """Return a bound on the total variation to the true law, if that has this number of
+        results: 0 where it was enumerated. For a sampled law it holds with probability
+        ``CONFIDENCE``, by the bound of Weissman et al. 2003 for the L1 deviation.
         """
         if not self.is_sampled:
             return 0.0
@@ -396,7 +406,7 @@ def law_of(
     paths: int = PATHS,
     progress: Callable[[float], object] = lambda weight: None,
 ) -> Law:
-    """Law of the result of ``run``, which must begin from the same state at each call.
+    """Return the law of the result of ``run``, which must begin from the same state at each call.
 
     Tensors and lists count as tuples. ``progress`` is called with the probability of each path.
     Above this number of paths as many runs are sampled instead. Raises Refused for code that cannot
@@ -415,7 +425,9 @@ def law_of(
 
 
 def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
-    """Result of a run on the walk's path. Raises Refused where it draws in any other way."""
+    """Return the result of a run on the walk's path. Raises Refused where it draws in any other
+    way.
+    """
     before = states()
     with replaced(walk), Replaced(walk):
         result = hashable(run())
@@ -429,7 +441,7 @@ def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
 
 
 def hashable(result: Any) -> Hashable:
-    """The result with tensors, arrays and lists as tuples."""
+    """Return the result with tensors, arrays and lists as tuples."""
     if isinstance(result, Tensor | np.ndarray):
         result = result.tolist()
     return tuple(map(hashable, result)) if isinstance(result, list | tuple) else result
@@ -455,8 +467,8 @@ class Comparison:
         return self.plain.error(results) + self.speculative.error(results)
 
     def is_within(self, bound: float) -> bool:
-        """Whether the distance is at most ``bound`` and the error of sampling. Raises Refused where
-        no distance could be more.
+        """Return whether the distance is at most ``bound`` and the error of sampling. Raises
+        Refused where no distance could be more.
         """
         if self.error >= 1:
             raise Refused(
@@ -466,7 +478,9 @@ class Comparison:
         return self.distance <= bound + self.error
 
     def worst(self, count: int = 5) -> list[tuple[Hashable, float, float]]:
-        """Results that differ most: the result, its plain and its speculative probability."""
+        """Return the results that differ most: the result, its plain and its speculative
+        probability.
+        """
         plain = self.plain.probs
         other = self.speculative.probs
         pairs = [(key, plain.get(key, 0.0), other.get(key, 0.0)) for key in {**plain, **other}]
@@ -489,8 +503,8 @@ def assert_lossless(
 def first_difference(
     plain: Sequence[int], speculative: Sequence[int], logits: Callable[[list[int]], Tensor]
 ) -> str | None:
-    """A line on the first token in which two greedy texts differ, with the gap between the logits
-    of both; None where they are equal.
+    """Return a line on the first token in which two greedy texts differ, with the gap between the
+    logits of both; None where they are equal.
 
     ``logits`` gives those after some tokens of the text, ``[vocab]``. A gap of rounding's size
     tells of kernels that round differently, a larger one of a wrong rule.

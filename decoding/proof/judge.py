@@ -31,7 +31,7 @@ from model.cache import KVCache
 
 
 def self_draft(model: TableModel, cache: KVCache) -> Drafter:
-    """Self-draft: the target under DRAFT_PLAN, with the target's cache."""
+    """Return the self-draft: the target under DRAFT_PLAN, with the target's cache."""
     return ModelDrafter(model, cache, DRAFT_PLAN)
 
 
@@ -53,8 +53,8 @@ def run_loop(
     rounds: list[Round] | None = None,
     coupling: str = "ratio",
 ) -> Outcome:
-    """One text of the production loop: its tokens and the reason of its end. Its records are
-    appended to ``rounds``.
+    """Run one text of the production loop; return its tokens and the reason of its end. Its records
+    are appended to ``rounds``.
     """
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
@@ -76,7 +76,7 @@ def run_loop(
 
 @contextmanager
 def bar_of(title: str) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal, which is called with the probability of each path of draws."""
+    """Return a bar on a terminal, which is called with the probability of each path of draws."""
     hidden = not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=1.0)
@@ -84,8 +84,8 @@ def bar_of(title: str) -> Iterator[Callable[[float], None]]:
 
 
 def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
-    """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the
-    loop is exact.
+    """Return the total variation between the laws of the loop and of plain sampling: 0 up to
+    rounding if the loop is exact.
 
     Under the exponential race the model must have two tokens. It takes seconds for a request of two
     tokens, and up to two minutes with a banned word: a bar shows the probability of the draws so

@@ -39,7 +39,7 @@ class Request(Rules):
 
 
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
-    """Probability of every outcome of plain sampling under the request's rules."""
+    """Return the probability of every outcome of plain sampling under the request's rules."""
     law: defaultdict[Outcome, float] = defaultdict(float)
 
     def expand(
@@ -84,7 +84,9 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
 
 
 def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
-    """Offset of the word that the last token completes first; of several, of the longest."""
+    """Return the offset of the word that the last token completes first; of several, that of the
+    longest.
+    """
     text = b"".join(TEXTS[token] for token in tokens)
     for end in range(len(text) - len(TEXTS[tokens[-1]]) + 1, len(text) + 1):
         for word in sorted((word.encode() for word in words), key=len, reverse=True):
@@ -94,6 +96,6 @@ def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int |
 
 
 def _holder(tokens: Sequence[int], offset: int) -> int:
-    """Position of the token that holds the byte at ``offset``."""
+    """Return the position of the token that holds the byte at ``offset``."""
     spelled = [position for position, token in enumerate(tokens) for _ in TEXTS[token]]
     return spelled[offset]

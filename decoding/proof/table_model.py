@@ -38,7 +38,7 @@ class TableModel(Steps):
         return KVCache(2, (1, 1, capacity, 1), torch.float64, self.device)
 
     def row(self, history: Sequence[int], plan: LayerPlan | None = None) -> Tensor:
-        """Logits ``[vocab]`` after a history, whose hash is the number of the row."""
+        """Return the logits ``[vocab]`` after a history, whose hash is the number of the row."""
         state = 0
         for token in history:
             state = (3 * state + token + 1) % self.states

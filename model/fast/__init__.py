@@ -30,7 +30,7 @@ class PreparedDecoder(Steps):
 
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecoder:
-    """Model of the same weights whose steps are fast on its device.
+    """Return a model of the same weights whose steps are fast on its device.
 
     Without ``compiled``, and where there are no faster steps, the model itself is returned,
     unchanged; a line on stderr says so where only a C compiler is missing. Elsewhere the model is
@@ -54,8 +54,8 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
 
 
 def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Numbers of bits for which there is a kernel on a GPU: torch's for bfloat16 where the GPU
-    multiplies it, Triton's (``model.fast.four_bits``) for float16 and float32.
+    """Return the numbers of bits for which there is a kernel on a GPU: torch's for bfloat16 where
+    the GPU multiplies it, Triton's (``model.fast.four_bits``) for float16 and float32.
     """
     if device.type != "cuda" or dtype == torch.float64:
         return ()

@@ -58,7 +58,9 @@ class FastDecoder(PreparedDecoder):
         start: int = 0,
         plan: LayerPlan | None = None,
     ) -> Tensor:
-        """Logits ``[batch, T, vocab]`` float32 after tokens ``[batch, T]`` from ``start`` on."""
+        """Return the logits ``[batch, T, vocab]`` float32 after tokens ``[batch, T]`` from
+        ``start`` on.
+        """
         if cache is None:
             return self.model(tokens, cache, start, plan)
         return self.together([(tokens, cache, start)], plan)[0]
@@ -66,7 +68,8 @@ class FastDecoder(PreparedDecoder):
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
     ) -> list[Tensor]:
-        """Logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as possible.
+        """Return the logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as
+        possible.
 
         Each call has its own cache. The logits of a call have the same bits as alone.
         """
@@ -154,12 +157,12 @@ class Weights:
         )
 
     def address(self, tensor: Tensor) -> int:
-        """Address of a tensor, which is kept."""
+        """Return the address of a tensor, which is kept."""
         self.owned.append(tensor)
         return tensor.data_ptr()
 
     def matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> ctypes.Structure:
-        """Weights of a linear layer in these bits; 0 is none."""
+        """Return the weights of a linear layer in these bits; 0 is none."""
         if not bits:
             return Matrix()
         weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
@@ -169,7 +172,7 @@ class Weights:
         return Matrix(self.address(weight), bias, kind, *product.weight.shape)
 
     def scales(self, norm: RMSNorm) -> int:
-        """Address of the factors by which a norm scales, float32."""
+        """Return the address of the factors by which a norm scales, float32."""
         return self.address(norm.weight.float() + (1 - norm.neutral))
 
 
@@ -214,8 +217,8 @@ def steps_of(calls: Sequence[tuple[Tensor, KVCache, int]]) -> Iterator[list[ctyp
 def attend_by_flash(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """``model.layers.attend_causally``, by torch's fused kernel, without a mask where the last T of
-    S positions attend to all before them.
+    """Compute ``model.layers.attend_causally`` by torch's fused kernel, without a mask where the
+    last T of S positions attend to all before them.
 
     The kernel also returns the logarithm of each softmax's divisor. With it, the attentions of the
     same queries to two sets of keys are joined: to the keys before the chunk, which need no mask,

@@ -47,7 +47,7 @@ class StaticEntries:
     index: Tensor
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """``KVCache.write``; ``layer`` and ``start`` are ignored."""
+        """Do as ``KVCache.write``; ``layer`` and ``start`` are ignored."""
         self.keys.index_copy_(2, self.index, keys)
         self.values.index_copy_(2, self.index, values)
         return self.keys, self.values
@@ -63,8 +63,8 @@ def attend_statically(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """Masked grouped-query attention (``model.layers.attend_masked``) of a static step, with a mask
-    ``[G · rows, S]``, written out: a compiler fuses it.
+    """Return masked grouped-query attention (``model.layers.attend_masked``) of a static step, with
+    a mask ``[G · rows, S]``, written out: a compiler fuses it.
 
     The two products over all positions occupy a GPU even where heads are few. Softmax is in the
     wide dtype.
@@ -88,7 +88,7 @@ def run_block(
     attention: bool,
     mlp: bool,
 ) -> Tensor:
-    """Readable block with the ``weights`` of another layer: the function that is compiled."""
+    """Run the readable block with the ``weights`` of another layer: this is what is compiled."""
     positions = Positions(0, *angles, partial(attend_statically, mask))
     return functional_call(
         block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp}
@@ -120,8 +120,8 @@ class Int4Linear(nn.Module):
 def low_bits(
     model: Decoder, product: nn.Linear | nn.Embedding, bits: int
 ) -> Callable[[Tensor], Tensor]:
-    """Low-bit twin of a product, or the product by the checkpoint's weights where the kernel does
-    not take it.
+    """Return a low-bit twin of a product, or the product by the checkpoint's weights where the
+    kernel does not take it.
     """
     is_linear = isinstance(product, nn.Linear)
     rows, columns = product.weight.shape
@@ -239,8 +239,8 @@ class StaticDecoder(PreparedDecoder):
         self.used: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()  # by a text's cache
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static
-        cache not in use.
+        """Return a cache as ``Decoder.new_cache`` does; for a single text it takes the tensors and
+        the steps of a static cache not in use.
         """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
@@ -255,7 +255,7 @@ class StaticDecoder(PreparedDecoder):
         return cache
 
     def _free_cache(self, capacity: int) -> KVCache:
-        """Static cache that is long enough and not used, made where there is none."""
+        """Return the static cache that is long enough and not used, made where there is none."""
         used = set(self.used.values())
         for static in self.steps:
             if static not in used and static.capacity >= capacity + ROWS:
@@ -273,7 +273,9 @@ class StaticDecoder(PreparedDecoder):
         start: int = 0,
         plan: LayerPlan | None = None,
     ) -> Tensor:
-        """``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in static steps."""
+        """Compute ``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in static
+        steps.
+        """
         step = None if cache is None else self.step_of(cache, plan)
         if step is None:
             return self.model(tokens, cache, start, plan)
@@ -309,8 +311,8 @@ class StaticDecoder(PreparedDecoder):
         return steps.get(plan)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
-        """Static step of a plan that has passed ``_check``. It runs on the first positions of the
-        cache, which are restored.
+        """Return a static step of a plan that has passed ``_check``. It runs on the first positions
+        of the cache, which are restored.
         """
         kept = self.model.new_cache(3 * ROWS)
         kept.copy_from(cache, 3 * ROWS)

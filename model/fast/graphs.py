@@ -94,7 +94,7 @@ class FunctionGraph:
         self.replay = record(self.compute)
 
     def compute(self) -> None:
-        """Results of the inputs in the buffers."""
+        """Return the results of the inputs in the buffers."""
         rows = range(len(self.results))
         results = [self.function(*row_of(self.inputs, row)) for row in rows]
         self.results.copy_(torch.cat(results))
@@ -134,8 +134,8 @@ class Launcher:
     def _checked_graph(
         self, function: Callable[..., Tensor], arguments: tuple[Any, ...]
     ) -> FunctionGraph | None:
-        """Graph for arguments of this kind, whose results have been compared with the function's;
-        None, with a line on stderr, where there is no such graph.
+        """Return a graph for arguments of this kind, whose results have been compared with the
+        function's; None, with a line on stderr, where there is no such graph.
         """
         try:
             expected = function(*arguments)
@@ -151,14 +151,14 @@ class Launcher:
 
 
 def kind(given: Any) -> Any:
-    """Part of an argument that a graph depends on."""
+    """Return the part of an argument that a graph depends on."""
     if isinstance(given, Tensor):
         return given.shape, given.dtype
     return float if isinstance(given, float) else given
 
 
 def row_of(inputs: list[Any], row: int) -> list[Any]:
-    """One row of each tensor of rows, in memory of its own, and the other inputs."""
+    """Return one row of each tensor of rows, in memory of its own, and the other inputs."""
     return [
         each[row : row + 1].clone() if isinstance(each, Tensor) and each.dim() else each
         for each in inputs
@@ -166,8 +166,8 @@ def row_of(inputs: list[Any], row: int) -> list[Any]:
 
 
 def buffer(name: object, like: Tensor, device: torch.device) -> Tensor:
-    """Buffer of the shape and dtype of a tensor of rows. All graphs of a device share it, since
-    each call writes it before it reads it.
+    """Return the buffer of the shape and dtype of a tensor of rows. All graphs of a device share
+    it, since each call writes it before it reads it.
     """
     rows = 1 << (len(like) - 1).bit_length()  # sizes double, so that few buffers are made
     return shared_zeros(name, (rows, *like.shape[1:]), like.dtype, device)[: len(like)]
@@ -177,13 +177,13 @@ def buffer(name: object, like: Tensor, device: torch.device) -> Tensor:
 def shared_zeros(
     name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Tensor of zeros, the same for the same arguments."""
+    """Return a tensor of zeros, the same for the same arguments."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @cache
 def recorder_of(device: torch.device) -> Recorder:
-    """The recorder of a CUDA device. From then on ``model.launch`` launches functions there."""
+    """Return the recorder of a CUDA device. From then on ``launch`` launches functions there."""
     recorder = Recorder(device)
     LAUNCHERS[device] = Launcher(recorder)
     return recorder

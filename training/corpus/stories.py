@@ -23,8 +23,8 @@ SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
 
 
 def story_request(rng: random.Random) -> tuple[str, str, list[str]]:
-    """A prompt, the opening of its story, and the subjects that this should name: the last word of
-    each blank.
+    """Return a prompt, the opening of its story, and the subjects that this should name: the last
+    word of each blank.
 
     Forms of prompt and opening are random, and filled with the same random words.
     """
@@ -37,13 +37,13 @@ def story_request(rng: random.Random) -> tuple[str, str, list[str]]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation."""
+    """Return the words of a text in lower case, without punctuation."""
     return re.findall(r"\w+", text.lower())
 
 
 def repetition(text: str) -> float:
-    """The share of a text's four-word sequences that occurred before in it; 0 for a text of fewer
-    words.
+    """Return the share of a text's four-word sequences that occurred before in it; 0 for a text of
+    fewer words.
     """
     words = words_of(text)
     sequences = list(zip(*(words[start:] for start in range(SEQUENCE)), strict=False))
@@ -51,8 +51,8 @@ def repetition(text: str) -> float:
 
 
 def before_repetition(text: str) -> str:
-    """The longest beginning of whole sentences with ``repetition`` up to ``MOST_REPEATED``; "" if
-    there is none.
+    """Return the longest beginning of whole sentences with ``repetition`` up to ``MOST_REPEATED``;
+    "" if there is none.
     """
     ends = [match.end() for match in SENTENCE_END.finditer(text)]
     return next(
@@ -61,7 +61,7 @@ def before_repetition(text: str) -> str:
 
 
 def kept_story(response: str, subjects: Sequence[str]) -> str:
-    """The story up to its last whole sentence before it begins to repeat itself.
+    """Return the story up to its last whole sentence before it begins to repeat itself.
 
     Empty where that is too short, strays from its subjects or has sentences too long for children.
     A word with the same beginning, less two letters, names a subject: "foxes" names a fox.
