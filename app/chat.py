@@ -14,7 +14,7 @@ from app.characters import TextStream
 from app.command_line import say
 from app.output import in_words
 from app.prompt import checked_prompt
-from app.session import Sample, Session, Slot
+from app.session import ContextFull, Sample, Session, Slot
 from app.trace import LiveTrace
 from decoding.rounds import Round
 from model.errors import InputError
@@ -23,10 +23,6 @@ HELP = """/draft KIND: draft by auto, none, lookup, lowbit ...   /trace: show dr
 /stats: numbers of the last answer   /forget: forget the oldest turn   /reset: begin anew   /quit"""
 
 See = Callable[[Round], None]  # called with each round of an answer
-
-
-class ContextFull(InputError):
-    """Error of a conversation that is longer than its context."""
 
 
 class Chat:
@@ -68,9 +64,7 @@ class Chat:
         capacity = self.slot.cache.capacity
         try:
             ids = session.encode_messages(messages, given)
-        except InputError as error:
-            if "context" not in str(error):
-                raise
+        except ContextFull as error:
             raise ContextFull(f"{error}, or forget the oldest turns") from None
         if len(ids) >= capacity:
             raise ContextFull(

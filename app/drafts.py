@@ -49,14 +49,14 @@ ROW_OVERHEAD = 2e6
 
 
 class Way(NamedTuple):
-    """Way to write a text: a drafter and its policy, with a ``name`` that is shown. ``plan`` is the
-    layer plan under which the target drafts for itself, if it does.
+    """Way to write a text: a drafter and its policy, with a ``name`` that is shown. ``gamma`` is
+    the draft length that a plan names, if it does.
     """
 
     name: str
     drafter: Drafter
     policy: Policy
-    plan: LayerPlan | None = None
+    gamma: int | None = None
 
 
 def draft_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
@@ -96,7 +96,7 @@ def with_policy(way: Way, options: Options) -> Way:
         return way
     if options.adaptive:
         first = START_SAMPLED if options.temperature else START_GREEDY
-        longest = options.gamma or (policy.gamma if way.plan else LONGEST_ADAPTIVE)
+        longest = options.gamma or way.gamma or LONGEST_ADAPTIVE
         policy = AdaptiveExit(getattr(policy, "threshold", first), longest)
     elif options.gamma or options.adaptive is False:
         policy = FixedLength(options.gamma or policy.gamma)
@@ -137,6 +137,8 @@ def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
         chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
     elif isinstance(options.plan, DraftPlan):
         chosen = options.plan
+        if chosen.plan.num_layers != layers:
+            raise InputError(f"the plan has {chosen.plan.num_layers} layers, the model {layers}")
     elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
         chosen = read_plan(Path(options.plan or shipped), layers, folder)
     else:
@@ -175,7 +177,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
         where = f"{session.model.dtype} on {session.device.type}"
         say(f"drafts in low bits are no faster here: there are no kernels for {where}")
     plan, drafter = self_draft(session, chosen, slot, target)
-    return Way(plan_in_words(plan), drafter, chosen.new_policy(), plan)
+    return Way(plan_in_words(plan), drafter, chosen.new_policy(), chosen.gamma)
 
 
 def self_draft(

@@ -42,7 +42,7 @@ USEFUL_WITH = {  # kinds of draft on which an option has an effect
     "bits": ("lowbit", "exit", "skip"),
     "draft_model": ("model",),
     "gamma": LENGTH_IS_FREE,
-    "adaptive": LENGTH_IS_FREE,
+    "adaptive": ("exit", "lowbit", "skip", "model", "class"),
     "min_target_confidence": (*LENGTH_IS_FREE, "auto"),
 }
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind

@@ -67,20 +67,18 @@ class Slot:
 class Sample:
     """A text that is being written or is finished, in the way of its ``options``.
 
-    ``draft`` is the name of the draft, ``plan`` the layer plan under which the target drafts, if it
-    does. ``timeline`` has each round with the seconds of decoding so far, without those of the
-    prompt (``prompt_seconds``). ``continues``: whether the prompt is read from the longest prefix
-    on that its cache holds. ``trouble`` tells why steps fell back to the readable blocks, if so.
+    ``draft`` is the name of the draft. ``timeline`` has each round with the seconds of decoding so
+    far, without those of the prompt. ``continues``: whether the prompt is read from the longest
+    prefix on that its cache holds. ``trouble`` tells why steps fell back to the readable blocks, if
+    so.
     """
 
     source: Text
     options: Options
     rule: Rule
     draft: str = ""
-    plan: LayerPlan | None = None
     timeline: list[tuple[Round, float]] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
-    prompt_seconds: float = 0.0
     continues: bool = False
     trouble: str | None = None
 
@@ -116,6 +114,10 @@ class Sample:
     def speed(self) -> float:
         """Tokens per second of decoding."""
         return self.statistics.tokens / self.seconds if self.seconds else 0.0
+
+
+class ContextFull(InputError):
+    """Error of a prompt or a conversation that is longer than its context."""
 
 
 class Session:
@@ -173,7 +175,7 @@ class Session:
         wanted = len(ids) + self.options.max_new_tokens if ids else self.options.context or CONTEXT
         return min(wanted, self.context)
 
-    def memory(self, positions: int, prompt: int = 0, **changes: int) -> Memory:
+    def memory(self, positions: int, prompt: int = 0) -> Memory:
         """Return the memory that texts of up to ``positions`` tokens take.
 
         The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
@@ -190,7 +192,7 @@ class Session:
             "longest_draft": LONGEST_DRAFT if options.gamma is None else options.gamma,
             "plan": chosen.plan if chosen and options.draft != "auto" else None,
         }
-        return estimate(self.config, **needs | changes, fast_on=self.device)
+        return estimate(self.config, **needs, fast_on=self.device)
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:
         """Return a line of needed and free memory. Raises InputError with it where that is too
@@ -243,7 +245,7 @@ class Session:
             )
         if len(ids) >= self.context:
             used = self.context < self.config.max_positions
-            raise InputError(
+            raise ContextFull(
                 f"the prompt has {len(ids)} tokens, the model's context"
                 f" {self.config.max_positions} tokens{f', {self.context} are used' * used}:"
                 f" shorten the prompt{' or raise --context' * used}"
@@ -290,7 +292,6 @@ class Session:
         Nothing is read of a prompt that the cache holds. A text that ``continues`` is read from the
         longest common prefix on, and so may differ in rounding from one that is read anew.
         """
-        began = now(self.device)
         prompt = sample.source.tokens
         if sample.continues:
             at = common_prefix(slot.tokens[: slot.cache.length], prompt[:-1])
@@ -303,7 +304,6 @@ class Session:
             target.prefill(torch.tensor([unread], device=self.device), slot.cache, at)
         slot.prompt = [] if sample.continues else [*prompt]
         slot.tokens = prompt[:-1]
-        sample.prompt_seconds = now(self.device) - began
 
     def rounds(
         self,
@@ -323,7 +323,6 @@ class Session:
         self.read(sample, slot, target)
         way = draft_of(self, sample, slot, target)
         sample.draft = way.name
-        sample.plan = way.plan
         rounds = speculate(
             target,
             slot.cache,

@@ -9,10 +9,7 @@ Row = dict[str, Any]  # values by column name
 
 FORMATS = {
     "tokens/s": "{:.1f}",
-    "GB/s": "{:.1f}",
-    "MB": "{:.1f}",
     "accepted": "{:.0%}",
-    "acceptance predicted": "{:.0%}",
 }
 
 

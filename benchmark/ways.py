@@ -67,7 +67,10 @@ def find_drafts(
         by_model["model"] = {"draft": "model", "draft_model": draft_model}
     drafts = {"lookup": {"draft": "lookup"}}
     for name, given in by_model.items():
-        drafts |= {name: given, f"{name}, adaptive": given | {"adaptive": True}}
+        adaptive = given | {"adaptive": True}
+        if given["draft"] == "exit":
+            adaptive["gamma"] = GAMMA  # as without
+        drafts |= {name: given, f"{name}, adaptive": adaptive}
     drafts["auto"] = {"draft": "auto", "plan": plan}
     return {name: session.options.merged(given) for name, given in drafts.items()}
 

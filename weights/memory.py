@@ -57,10 +57,9 @@ def estimate(
     draft_config: ModelConfig | None = None,
     fast_on: torch.device | None = None,
     plan: LayerPlan | None = None,
-    texts: int = 1,
 ) -> Memory:
-    """Return the memory for decoding ``texts`` at once, each of up to ``positions`` tokens, of
-    which the first ``prompt`` are the prompt.
+    """Return the memory for decoding a text of up to ``positions`` tokens, of which the first
+    ``prompt`` are the prompt.
 
     ``draft_config`` is that of a separate draft model, ``plan`` the layer plan of a draft by the
     target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
@@ -80,8 +79,8 @@ def estimate(
     logits = copies * rows * config.vocab_size * wide_dtype(dtype).itemsize
     return Memory(
         weights=sum(map(parameter_count, models)) * dtype.itemsize,
-        cache=texts * keys_and_values * entries * dtype.itemsize,
-        workspace=texts * max(layer, logits),
+        cache=keys_and_values * entries * dtype.itemsize,
+        workspace=max(layer, logits),
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
         buffers=0 if fast_on is None else GPU_BUFFERS if on_gpu else CPU_BUFFERS,

@@ -29,15 +29,13 @@ class PreparedDecoder(Steps):
         return getattr(vars(self).get("model"), name)
 
 
-def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecoder:
+def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     """Return a model of the same weights whose steps are fast on its device.
 
-    Without ``compiled``, and where there are no faster steps, the model itself is returned,
-    unchanged; a line on stderr says so where only a C compiler is missing. Elsewhere the model is
-    changed too (its ``attend`` and ``twins``): it reads prompts by faster functions.
+    Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
+    so where only a C compiler is missing. Elsewhere the model is changed too (its ``attend`` and
+    ``twins``): it reads prompts by faster functions.
     """
-    if not compiled:
-        return model
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder
 

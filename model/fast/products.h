@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { SKIPPED = 0, FOUR = 4, EIGHT = 8, BF16 = 16, F32 = 32 }; /* kinds of numbers, by bits */
+enum { FOUR = 4, EIGHT = 8, BF16 = 16, F32 = 32 }; /* kinds of numbers, by bits */
 enum { LANES = 16, GROUP = 32, BLOCK = 4 };
 
 /* Processors: the one place of their instructions. */

@@ -60,8 +60,8 @@ def seen(policy: Policy) -> Seen:
         ({"gamma": 2}, PLAN, (FixedLength, 2, None)),
         ({"adaptive": False}, PLAN, (FixedLength, 6, None)),
         ({"adaptive": False}, None, (FixedLength, 4, None)),
-        ({"adaptive": True}, None, (AdaptiveExit, 4, 0.8)),
-        ({"adaptive": True, "temperature": 1.0}, None, (AdaptiveExit, 4, 0.5)),
+        ({"adaptive": True}, None, (AdaptiveExit, 8, 0.8)),
+        ({"adaptive": True, "temperature": 1.0}, None, (AdaptiveExit, 8, 0.5)),
         ({"adaptive": True, "gamma": 3}, None, (AdaptiveExit, 3, 0.8)),
         ({"adaptive": True, "gamma": 3}, PLAN, (AdaptiveExit, 3, 0.7)),
     ],
@@ -83,7 +83,9 @@ def test_what_an_option_does_not_say_the_plan_says(
 def test_a_low_bit_draft_has_the_bits_asked_for(session: Session) -> None:
     for bits, wanted in ((None, 4), (8, 8)):
         way = way_of(session, draft="lowbit", bits=bits)
-        assert {*way.plan.attention, *way.plan.mlp} == {wanted} and way.policy.gamma == 5
+        assert {*way.drafter.plan.attention, *way.drafter.plan.mlp} == {
+            wanted
+        } and way.policy.gamma == 5
 
 
 @pytest.mark.parametrize(("kernels", "head"), [((4,), 4), ((4, 8), 8), ((), 8)])
@@ -93,7 +95,7 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel(
     """A GPU has a kernel for four bits only."""
     abilities = session.model.abilities._replace(low_bits=kernels)
     monkeypatch.setattr(session.model, "abilities", abilities)
-    assert way_of(session, draft="lowbit").plan.head == head
+    assert way_of(session, draft="lowbit").drafter.plan.head == head
 
 
 def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
@@ -151,7 +153,7 @@ def test_without_drafts_no_copies_are_made(session: Session) -> None:
     fresh = load("tiny-llama")
     for adaptive in (None, True):
         way = way_of(fresh, draft="lowbit", gamma=0, adaptive=adaptive)
-        assert way.policy.gamma == 0 and way.plan is None
+        assert way.policy.gamma == 0
     assert not fresh.prepared
 
 

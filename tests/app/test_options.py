@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from app.options import GRAMMARS, Options, parse
+from app.plan_file import DraftPlan
 from app.session import Session, load
 from model.errors import InputError
+from model.plan import LayerPlan
 from tests.calls import status_of
 from tests.refusal import refusal
 
@@ -34,6 +36,7 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
         "bits",
         "no effect with --draft lookup",
     ),
+    "adaptive lookup": ({"draft": "lookup", "adaptive": True}, "adaptive", "no effect with"),
     "no effect on auto": ({"draft": "auto", "gamma": 4}, "gamma", "no effect with"),
     "three bits": ({"draft": "lowbit", "bits": 3}, "bits", "one of 4, 8"),
     "two grammars": (dict.fromkeys(GRAMMARS, "a"), None, "give one of"),
@@ -87,6 +90,7 @@ def session() -> Session:
         ({"json_schema": {"enum": {1}}}, "--json-schema is no JSON"),
         ({"draft": "absent.py:Drafter"}, "absent.py"),
         ({"draft": "skip", "plan": "absent.json"}, "absent.json"),
+        ({"draft": "skip", "plan": DraftPlan(LayerPlan.full(2))}, "the plan has 2 layers"),
     ],
     ids=str,
 )
