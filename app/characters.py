@@ -59,8 +59,8 @@ class Labels:
         self.names = {token: visible(name) for name, token in special.items()}
 
     def __call__(self, token: int) -> str:
-        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name or
-        number of others.
+        """Return the token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the
+        name or number of others.
         """
         data = self.token_bytes(token)
         if not data.strip(b" "):

@@ -110,11 +110,6 @@ def plain(session: Session, name: str = "plain") -> Way:
     return Way(name, NoDraft(session.model.vocab_size, session.device), FixedLength(0))
 
 
-def no_draft(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
-    """Return plain decoding, as --draft none asks for it."""
-    return plain(session)
-
-
 def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
     """Return copies of the tokens that followed an earlier occurrence of the text's end."""
     drafter = PromptLookup(session.model.vocab_size, session.device)
@@ -343,7 +338,7 @@ def costs_by_bytes(session: Session, plans: dict[str, LayerPlan]) -> Costs:
 
 DRAFTERS: dict[str, Callable[[Session, Sample, Slot, Model], Way]] = {
     "auto": auto,
-    "none": no_draft,
+    "none": lambda session, *_: plain(session),
     "lookup": lookup,
     "skip": by_plan,
     "exit": by_plan,

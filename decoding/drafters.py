@@ -125,13 +125,13 @@ def contract_error(drafter: Drafter, broken: str) -> InputError:
 
 
 def empty_draft(vocab_size: int, device: torch.device | str) -> Draft:
-    """Draft without tokens."""
+    """Return a draft without tokens."""
     no_tokens = torch.zeros(0, dtype=torch.int64, device=device)
     return Draft(no_tokens, one_hot(no_tokens, vocab_size))
 
 
 def in_a_row(drafts: Sequence[Draft]) -> Draft:
-    """Draft of the tokens of all these drafts of a model, one after another."""
+    """Return a draft of the tokens of all these drafts of a model, one after another."""
     return Draft(
         torch.cat([each.tokens for each in drafts]),
         torch.cat([each.probs for each in drafts]),
@@ -238,11 +238,11 @@ class ModelFreeDrafter:
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
-        """Draft of up to ``limit`` tokens, not drawn: their distributions are one-hot."""
+        """Return a draft of up to ``limit`` tokens, not drawn: q is one-hot."""
         return self.draft_of(text, self.find(text, limit)[1])
 
     def draft_of(self, text: Text, tokens: Sequence[int]) -> Draft:
-        """Draft of these tokens, up to the first that is not allowed or ends the text."""
+        """Return a draft of these tokens, up to the first that is not allowed or ends the text."""
         drafted: list[int] = []
         for token in tokens:
             allowed = text.allowed_after(drafted)

@@ -193,7 +193,7 @@ def race_among_few(probs: np.ndarray, key: int) -> int:
         close = bits >= max(0, 2**64 - 2**20 - int(arrival / FEW * 2**64))
         few &= close | (probs >= 1 / FEW)
     ids = np.flatnonzero(few)
-    if FEW >= len(probs) < ids.size * SHARED:
+    if len(probs) <= FEW and len(probs) < ids.size * SHARED:
         exponentials = all_exponentials(len(probs), key)[ids]
     else:
         exponentials = exponentials_of(id_counters(len(probs))[ids] + key)

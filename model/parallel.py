@@ -86,7 +86,7 @@ class Shard:
         )
 
     def cut(self, name: str) -> Cut:
-        """Cut of the parameter of this name."""
+        """Return the cut of the parameter of this name."""
         product, kind = name.split(".")[-2:]
         if product not in CUTS or (kind == "bias" and CUTS[product][0] == 1):
             return None

@@ -38,12 +38,12 @@ class LayerPlan:
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:
-        """Plan of the target: every sublayer runs, with the checkpoint's weights."""
+        """Return the target's plan: every sublayer runs, with the checkpoint's weights."""
         return LayerPlan((FULL,) * num_layers, (FULL,) * num_layers)
 
     @staticmethod
     def early_exit(num_layers: int, exit_layer: int) -> LayerPlan:
-        """Plan of an early exit: the first ``exit_layer`` layers run, then final norm and head.
+        """Return an early exit: the first ``exit_layer`` layers run, then final norm and head.
 
         Raises InputError unless 1 <= exit_layer <= num_layers.
         """
@@ -56,7 +56,7 @@ class LayerPlan:
 
     @staticmethod
     def skipping(num_layers: int, attention: Collection[int], mlp: Collection[int]) -> LayerPlan:
-        """Plan that skips the attention and the MLP sublayers of the given layers (counted from 0).
+        """Return a plan that skips attention and MLP sublayers of these layers (counted from 0).
 
         Raises InputError when a layer is not in the model.
         """
@@ -71,7 +71,7 @@ class LayerPlan:
         )
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
-        """Plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
+        """Return a plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
         return LayerPlan(
             tuple(bits if each else 0 for each in self.attention),
             tuple(bits if each else 0 for each in self.mlp),

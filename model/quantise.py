@@ -145,7 +145,7 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Qua
 
 
 def round_inputs(x: Tensor) -> Tensor:
-    """Inputs ``[..., in]`` of a low-bit product, rounded to int8 with one scale per 32 of them.
+    """Return inputs ``[..., in]`` of a low-bit product in int8, with one scale per 32 of them.
 
     Processors multiply bytes by bytes. One scale per row would halve the acceptance rate.
     """

@@ -23,7 +23,7 @@ KEPT = ("app", "decoding", "model", "weights", "tests", "generate.py", "pyprojec
 COMMAND = ["generate.py", "Once upon a time", "--model", "tiny-llama", "--draft", "exit", "--json"]
 COMMAND += ["--dtype", "float32"]  # without model/fast, bfloat16 would round differently
 LAWS = ["tests/decoding/test_speculate.py", "tests/decoding/proof/test_exact_law.py"]
-LAWS += ["-k", "speculate or (pair and plan)"]
+LAWS += ["-k", "perfect or residual or dead or (pair and plan and budget)"]
 NAMES = """
 import sys
 import decoding.speculate
