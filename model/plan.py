@@ -71,7 +71,7 @@ class LayerPlan:
         )
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
-        """Return a plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
+        """Return a plan of the same sublayers in ``bits`` bits, and the head in ``head`` bits."""
         return LayerPlan(
             tuple(bits if each else 0 for each in self.attention),
             tuple(bits if each else 0 for each in self.mlp),
