@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from app.files import read_json
+from app.options import Options
 from app.plan_file import LONGEST_DRAFT
+from app.session import accelerated
 from app.table import Row
 from benchmark.timing import spread, take_turns, timed
 from decoding.rounds import expected_speedup
@@ -22,7 +24,6 @@ from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.errors import InputError
 from model.families import build
-from model.fast import accelerate
 from model.plan import LayerPlan
 from weights.memory import check_fits, estimate, has_memory_for, parameter_count
 
@@ -97,7 +98,7 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
     size = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
     sizes = {"prompt": max(PROMPTS), "longest_draft": LONGEST_DRAFT, "fast_on": device}
     check_fits(estimate(config, dtype, max(PROMPTS), **sizes), device)
-    model = accelerate(random_model(config, dtype, device))
+    model = accelerated(random_model(config, dtype, device), Options())
     cache = model.new_cache(max(PROMPTS))
     early = LayerPlan.early_exit(model.num_layers, max(1, model.num_layers // 4))
     low_bits = LayerPlan.full(model.num_layers).in_bits(4)

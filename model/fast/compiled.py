@@ -24,7 +24,7 @@ from model.errors import InputError
 from model.places import cache_folder, version
 
 STEP = Path(__file__).with_name("step.c")
-SOURCES = [STEP, *map(STEP.with_name, ("threads.h", "products.h", "round.c"))]
+SOURCES = [STEP, *map(STEP.with_name, ("threads.h", "products.h", "round.h"))]
 FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),

@@ -3,7 +3,7 @@
  * It has the order and the names of the readable blocks (model/llama.py, model/gemma2.py), and
  * reads the weights where torch keeps them. model/fast/cpu.py compiles it and fills its structures.
  * A task (threads.h) is done piece by piece on all threads; products are in products.h, the
- * rounding of weights to few bits in round.c. It knows nothing of plans, samples and files.
+ * rounding of weights to few bits in round.h. It knows nothing of plans, samples and files.
  *
  * The numbers of a row do not depend on the other rows of the step, by construction: each is the
  * same sums in the same order, of which each is computed by one thread. */
@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include "threads.h"
 #include "products.h"
-#include "round.c"
+#include "round.h"
 
 typedef struct {
     Matrix qkv[3], o, gate_up[2], down;
