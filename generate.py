@@ -7,7 +7,6 @@ if __name__ == "__main__":  # before anything that takes long to import
 
 import os
 import sys
-from dataclasses import replace
 
 from app.chat import converse
 from app.command_line import run_command
@@ -45,7 +44,7 @@ def write(session: Session) -> None:
         print(line)
         return
     output = Output(session)
-    options = replace(options, seed=options.rule.seed)
+    options = options.seeded()
     samples = [session.begin(ids, options, number) for number in range(options.num_samples)]
     if options.compare or session.device.type == "cuda":
         session.warm_up(ids)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.command_line import say
-from app.files import one_line
+from app.files import explaining, one_line
 from app.options import GAMMA_LOW_BITS, LONGEST_ADAPTIVE, Options
 from app.plan_file import GAMMA, DraftPlan, read_plan
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
@@ -68,7 +68,10 @@ def draft_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Way
     if options.gamma == 0:
         return plain(session, "plain: --gamma 0 drafts nothing")
     make = DRAFTERS.get(options.draft, class_of_user)
-    way = with_policy(make(session, sample, slot, target), options)
+    with explaining(
+        f"--draft {options.draft} lacks a file of this project", (ModuleNotFoundError,)
+    ):
+        way = with_policy(make(session, sample, slot, target), options)
     drafter = way.drafter
     if target is not session.model and draws_alike(sample):
         from decoding.together import ForFew

@@ -334,9 +334,13 @@ class Options:
         """Sampling parameters of the texts."""
         return SamplingParams(**{each.name: getattr(self, each.name) for each in SAMPLING})
 
+    def seeded(self) -> Options:
+        """Return these options with a seed, which is drawn where none is given."""
+        return replace(self, seed=self.rule.seed) if self.seed is None else self
+
     @property
     def rule(self) -> Rule:
-        """Rule of verification with its seed, which is drawn where none is given."""
+        """Rule of verification with its seed; without one a new seed each time: see ``seeded``."""
         return Rule.of(self.coupling, self.seed)
 
     def merged(self, given: Mapping[str, Any]) -> Options:

@@ -156,7 +156,7 @@ def comparison(session: Session, sample: Sample) -> str:
     decoding and under the race the two must be equal. Under the other rules they have the same law,
     if the drafter states its q truly.
     """
-    if not any(round.drafted for round in sample.rounds) and sample.draft.startswith("plain"):
+    if sample.is_plain and not sample.statistics.drafted:
         return "[both ways are plain decoding: there is no speed-up to measure]"
     prompt = sample.source.tokens[: sample.source.prompt_length]
     tokens = sample.statistics.tokens

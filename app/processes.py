@@ -94,8 +94,8 @@ def run(options: Options, write: Callable[[Session], None]) -> None:
     trouble = ""
     try:
         if rank == 0:
-            seed = options.rule.seed
-            options = replace(options, prompt=read_prompt(options), prompt_file=None, seed=seed)
+            prompt = read_prompt(options)
+            options = replace(options.seeded(), prompt=prompt, prompt_file=None)
     except InputError as error:
         trouble = str(error)
     options, trouble = from_rank_0((options, trouble))

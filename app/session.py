@@ -67,16 +67,17 @@ class Slot:
 class Sample:
     """A text that is being written or is finished, in the way of its ``options``.
 
-    ``draft`` is the name of the draft. ``timeline`` has each round with the seconds of decoding so
-    far, without those of the prompt. ``continues``: whether the prompt is read from the longest
-    prefix on that its cache holds. ``trouble`` tells why steps fell back to the readable blocks, if
-    so.
+    ``draft`` is the name of the draft; ``is_plain``: nothing can be drafted. ``timeline`` has each
+    round with the seconds of decoding so far, without those of the prompt. ``continues``: whether
+    the prompt is read from the longest prefix on that its cache holds. ``trouble`` tells why steps
+    fell back to the readable blocks, if so.
     """
 
     source: Text
     options: Options
     rule: Rule
     draft: str = ""
+    is_plain: bool = False
     timeline: list[tuple[Round, float]] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     continues: bool = False
@@ -256,7 +257,7 @@ class Session:
         """Return a text that holds its prompt only; ``number`` is that of several samples, which
         have random numbers of their own.
         """
-        options = options or self.options
+        options = (options or self.options).seeded()
         kind = next((name for name in GRAMMARS if getattr(options, name) is not None), None)
         constraints = []
         if kind:
@@ -269,8 +270,7 @@ class Session:
         eos_ids = self.tokenizer.eos_ids
         rules = Rules(budget, eos_ids, options.stop, options.ban, constraints)
         text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
-        rule = replace(options.rule, sample=number)
-        return Sample(text, replace(options, seed=rule.seed), rule)
+        return Sample(text, options, replace(options.rule, sample=number))
 
     def new_slot(self, capacity: int) -> Slot:
         """Return an empty cache of this many positions."""
@@ -323,6 +323,7 @@ class Session:
         self.read(sample, slot, target)
         way = draft_of(self, sample, slot, target)
         sample.draft = way.name
+        sample.is_plain = way.policy.gamma == 0
         rounds = speculate(
             target,
             slot.cache,
@@ -397,7 +398,7 @@ class Session:
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
         given = self.merged(options)
-        given = replace(given, seed=given.rule.seed)
+        given = given.seeded()
         ids = [self.encode(prompt, given) for prompt in prompts]
         samples = [self.begin(each, given, number) for number, each in enumerate(ids)]
         self.finish_all(samples)

@@ -66,10 +66,8 @@ def nothing_after(tokens: int) -> Any:
 
 
 @dataclass
-class Wish:
-    """A text to write. It ``arrives`` after so many shared steps, and ``leaves`` after so many of
-    its rounds.
-    """
+class Job:
+    """Text to write, begun after ``begins`` shared steps and ended after ``most_rounds`` rounds."""
 
     prompt: list[int]
     rules: Rules
@@ -77,8 +75,8 @@ class Wish:
     policy: str = "fixed"
     params: SamplingParams = SamplingParams(1.0)
     rule: Rule = RATIO
-    arrives: int = 0
-    leaves: int = 1000
+    begins: int = 0
+    most_rounds: int = 1000
     rounds: list[Round] = field(default_factory=list)
     error: str = ""
 
@@ -96,7 +94,7 @@ class Wish:
         try:
             for round in speculate(target, cache, text, drafter, *how):
                 self.rounds.append(round)
-                if len(self.rounds) == self.leaves:
+                if len(self.rounds) == self.most_rounds:
                     break
         except InputError as error:
             self.error = str(error)
@@ -108,21 +106,21 @@ class Wish:
 
 
 @torch.inference_mode()
-def alone(model: Decoder, wish: Wish) -> Wish:
-    copied = replace(wish, rounds=[], error="")
+def alone(model: Decoder, job: Job) -> Job:
+    copied = replace(job, rounds=[], error="")
     copied.write(model, model)
     return copied
 
 
-def together(model: Decoder, wishes: Sequence[Wish], for_few: bool = False) -> None:
+def together(model: Decoder, jobs: Sequence[Job], for_few: bool = False) -> None:
     """Write the texts in shared steps."""
     shared = Together(model)
-    to_come = sorted(wishes, key=lambda wish: wish.arrives)
+    to_come = sorted(jobs, key=lambda job: job.begins)
     steps = 0
     while to_come or shared.loops:
-        while to_come and (to_come[0].arrives <= steps or not shared.loops):
-            wish = to_come.pop(0)
-            shared.start(lambda wish=wish: wish.write(model, shared, for_few))
+        while to_come and (to_come[0].begins <= steps or not shared.loops):
+            job = to_come.pop(0)
+            shared.start(lambda job=job: job.write(model, shared, for_few))
         shared.step()
         steps += 1
 
@@ -136,8 +134,8 @@ rules = st.builds(
     st.lists(st.integers(4, 20).map(nothing_after), max_size=1),
 )
 nucleus = SamplingParams(0.8, top_p=0.8, repetition_penalty=1.2)
-wishes = st.builds(
-    Wish,
+jobs = st.builds(
+    Job,
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=13),
     rules,
     st.sampled_from([*REAL_DRAFTERS]),
@@ -151,13 +149,13 @@ wishes = st.builds(
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=25)
-@given(wanted=st.lists(wishes, min_size=2, max_size=5))
-def test_texts_written_together_are_those_written_alone(name: str, wanted: list[Wish]) -> None:
+@given(wanted=st.lists(jobs, min_size=2, max_size=5))
+def test_texts_written_together_are_those_written_alone(name: str, wanted: list[Job]) -> None:
     model = MODELS[name]
     together(model, wanted)
-    for wish in wanted:
-        found = alone(model, wish)
-        assert (wish.rounds, wish.error) == (found.rounds, found.error)
+    for job in wanted:
+        found = alone(model, job)
+        assert (job.rounds, job.error) == (found.rounds, found.error)
 
 
 @pytest.mark.parametrize("rule", COUPLINGS)
@@ -167,12 +165,12 @@ def test_many_texts_draft_nothing_except_where_that_would_change_them(rule: str)
     """
     model = MODELS["llama"]
     wanted = [
-        Wish([1, 2, 3], Rules(24 if seed == 0 else 6), "exit", rule=Rule(rule, seed))
+        Job([1, 2, 3], Rules(24 if seed == 0 else 6), "exit", rule=Rule(rule, seed))
         for seed in range(FEW + 1)
     ]
     together(model, wanted, for_few=rule == "race")
-    found = [alone(model, wish) for wish in wanted]
-    assert [wish.tokens for wish in wanted] == [wish.tokens for wish in found]
+    found = [alone(model, job) for job in wanted]
+    assert [job.tokens for job in wanted] == [job.tokens for job in found]
     drafted = [len(round.drafted) for round in wanted[0].rounds]
     assert (drafted[0] == 0) == (rule == "race") and max(drafted) > 0
     if rule != "race":
@@ -224,7 +222,7 @@ def test_drafts_and_verifications_share_steps(monkeypatch: pytest.MonkeyPatch) -
     shared = recorded(
         monkeypatch, type(model), "together", lambda _, calls, plan=None: (len(calls), plan is None)
     )
-    wanted = [Wish([3], Rules(8), "exit", params=GREEDY) for _ in range(3)]
+    wanted = [Job([3], Rules(8), "exit", params=GREEDY) for _ in range(3)]
     together(model, wanted)
     assert shared[:4] == [(3, False)] * 3 + [(3, True)]
 
@@ -236,8 +234,8 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.M
     monkeypatch.setattr(
         model, "prefill", lambda *given: (seen.append("chunk"), model.model.prefill(*given))[0]
     )
-    short = Wish([1, 2], Rules(20))
-    long = Wish([1, 2, 3] * 6, Rules(2), arrives=3)
+    short = Job([1, 2], Rules(20))
+    long = Job([1, 2, 3] * 6, Rules(2), begins=3)
     together(model, [short, long])
     first = seen.index("chunk", 1)
     assert seen[first : first + 9] == ["chunk", "step"] * 4 + ["chunk"]
@@ -252,7 +250,7 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
     model.embed_tokens.weight[7] = float("nan")
     model = model if name == "readable blocks" else accelerate(model.bfloat16())
     not_7 = Rules(8, constraints=[lambda tokens: torch.arange(VOCAB) != 7])
-    good = Wish([1, 2, 3, 4, 5], not_7, "exit")
+    good = Job([1, 2, 3, 4, 5], not_7, "exit")
     dead_end = replace(not_7, constraints=[*not_7.constraints, nothing_after(7)])
     wanted = [
         replace(good, rounds=[]),
@@ -261,11 +259,9 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
         good,
     ]
     together(model, wanted)
-    found = [alone(model, wish) for wish in wanted]
-    assert [(wish.rounds, wish.error) for wish in wanted] == [
-        (wish.rounds, wish.error) for wish in found
-    ]
-    assert [bool(wish.error) for wish in wanted] == [False, True, True, False]
+    found = [alone(model, job) for job in wanted]
+    assert [(job.rounds, job.error) for job in wanted] == [(job.rounds, job.error) for job in found]
+    assert [bool(job.error) for job in wanted] == [False, True, True, False]
     assert "finite" in wanted[2].error
 
 
@@ -273,8 +269,8 @@ def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
     """No inference mode, no waiting calls."""
     model = MODELS["llama"]
     shared = Together(model)
-    wish = Wish([1, 2, 3], Rules(8))
-    loops = [shared.start(lambda: wish.write(model, shared)) for _ in range(2)]
+    job = Job([1, 2, 3], Rules(8))
+    loops = [shared.start(lambda: job.write(model, shared)) for _ in range(2)]
     shared.step()
     shared.stop(loops[0])
     assert not torch.is_inference_mode_enabled() and len(shared.loops) == 1

@@ -68,6 +68,12 @@ def test_without_a_part_the_text_is_the_same(part: str, text: list[int], tmp_pat
     assert written(without(tmp_path, part)) == text
 
 
+def test_a_draft_whose_file_is_gone_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = run(without(tmp_path, "auto"), *COMMAND[:4], "--draft", "auto")
+    assert done.returncode == 2 and "--draft auto lacks a file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_loops_tests_and_laws_need_no_optional_part_but_the_proof(tmp_path: Path) -> None:
     root = without(tmp_path, *OPTIONAL.keys() - {"proof"})
     done = run(root, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *LAWS)
