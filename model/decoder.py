@@ -151,9 +151,8 @@ class Decoder(Steps, nn.Module):
         plan = plan or LayerPlan.full(self.num_layers)
         x = self.embed(tokens)
         positions = layer_positions(self.config, start, tokens.shape[1], x, self.attend)
-        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-            block = self.twins.block(layer, attention, mlp)
-            x = block(x, positions[layer], cache, attention=attention > 0, mlp=mlp > 0)
+        for block, place in zip(self.twins.blocks(plan), positions, strict=True):
+            x = block(x, place, cache)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:

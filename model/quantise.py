@@ -20,7 +20,7 @@ cache.
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.plan import FULL, LOW_BITS
+from model.plan import FULL, LOW_BITS, LayerPlan
 
 GROUP = 32  # weights that share scale and zero, in four bits
 LEVELS = 15  # the largest code, in four bits
@@ -179,6 +179,14 @@ class Twins:
             if bits in LOW_BITS
         }
         return with_parts(block, twins) if twins else block
+
+    def blocks(self, plan: LayerPlan) -> Iterator[Callable[..., Tensor]]:
+        """Yield the block of each layer under a plan, to be called as ``block(x, positions,
+        cache)``.
+        """
+        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
+            block = self.block(layer, attention, mlp)
+            yield partial(block, attention=attention > 0, mlp=mlp > 0)
 
     def head(self, bits: int) -> Product | None:
         """Return the head in ``bits`` bits, for normed states ``[..., hidden]``; None: full

@@ -120,10 +120,8 @@ class Calibration:
         head = self.twins.head(plan.head)
         for text in self.passes:
             x = text.embedded
-            for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-                block = self.twins.block(layer, attention, mlp)
-                place = text.positions[layer]
-                x = block(x, place, text.cache, attention=attention > 0, mlp=mlp > 0)
+            for block, place in zip(self.twins.blocks(plan), text.positions, strict=True):
+                x = block(x, place, text.cache)
             p = distribution(self.model.logits(text.last)[0], text.context, self.params)
             q = distribution(self.model.logits(x, head)[0], text.context, self.params)
             found.append(self.accepted(p, q, text.written)[:, 0].double())

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from model.decoder import Decoder
 from model.layers import layer_positions
+from model.plan import LayerPlan
 from training.text import Rows
 
-CURRICULA = ("rotational", "gradual", "none")
+CURRICULA = ("rotational", "gradual")
 HELD_OUT_BATCHES = 8  # of an evaluation
 HELD_OUT_ROWS = 8  # per batch
 
@@ -60,14 +61,12 @@ def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int)
 
     Curriculum ``rotational`` turns on every R-th exit, shifted by one each step, with R the
     ``rotation``; ``gradual`` turns on one exit after another from the last to the first, all by
-    half of the ``steps``; ``none`` leaves them off.
+    half of the ``steps``.
     """
     layer = np.arange(layers - 1)
     if curriculum == "rotational":
         return (layer - step) % rotation == 0
-    if curriculum == "gradual":
-        return step >= (layers - layer) * steps / (2 * layers)
-    return np.zeros(layers - 1, dtype=bool)
+    return step >= (layers - layer) * steps / (2 * layers)
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
@@ -80,8 +79,8 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
     """
     x = model.embed(tokens)
     positions = layer_positions(model.config, 0, tokens.shape[1], x)
-    for layer, block in enumerate(model.layers):
-        passed = block(x, positions[layer], None, attention=True, mlp=True)
+    for layer, block in enumerate(model.twins.blocks(LayerPlan.full(model.num_layers))):
+        passed = block(x, positions[layer], None)
         x = passed if kept is None else torch.where(kept[layer, :, None, None], passed, x)
         yield x
 

@@ -15,7 +15,6 @@ from app.command_line import say
 from app.files import atomic_path, explaining
 from model.decoder import Decoder
 from model.errors import InputError
-from model.layers import layer_positions
 from model.places import cache_folder, version
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
@@ -111,9 +110,6 @@ def input_squares(
             hook = part.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
             hooks.enter_context(hook)
         for text in texts:
-            x = model.embed(torch.tensor([[*text]], device=model.device))
-            positions = layer_positions(model.config, 0, len(text), x)
-            for block, place in zip(model.layers, positions, strict=True):
-                x = block(x, place, None, attention=True, mlp=True)
-            add("head", model.norm(x))
+            states = model.hidden(torch.tensor([[*text]], device=model.device))
+            add("head", model.norm(states))
     return means
