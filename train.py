@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from app.command_line import run_command, say
+from app.command_line import say
 from app.device import keep_freed_memory, pick_device
+from app.parsers import run_script
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import (
@@ -31,7 +32,7 @@ from training.recipe import (
     growth_from_scratch,
     recipe_loss,
 )
-from training.run import load_state, parse_options, prepare, save_run
+from training.run import OPTIONS, load_state, prepare, save_run
 from training.text import Rows
 
 MAX_NORM = 1.0  # of a step's gradient
@@ -135,8 +136,12 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(
-        lambda: train(parse_options(arguments, __doc__.splitlines()[0])),
+    return run_script(
+        train,
+        OPTIONS,
+        "train.py",
+        __doc__,
+        arguments,
         "stopped: the same command continues from the last saved state in its --out folder",
     )
 

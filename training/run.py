@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from app.files import atomic_path, explaining, read_json, write_text
-from app.parsers import DEVICE, Groups, parser_of, within
+from app.parsers import DEVICE, Groups, within
 from model.config import parse_config
 from model.decoder import Decoder
 from model.errors import InputError
@@ -26,9 +26,6 @@ from weights.tokenizer import Tokenizer
 
 STATE = "training/state.pt"
 LOG = "training/log.jsonl"
-COUNT = within(int, 1)
-SHARE = within(float, 0, 1)
-RATE = within(float, 0)
 OPTIONS: Groups = {
     "": {
         "--data": {
@@ -36,7 +33,7 @@ OPTIONS: Groups = {
             "nargs": "+",
             "required": True,
             "metavar": "FILE",
-            "help": ".jsonl or text files",
+            "help": 'documents, one a line: {"text": ...} or {"prompt": ..., "response": ...}',
         },
         "--out": {
             "type": Path,
@@ -44,9 +41,14 @@ OPTIONS: Groups = {
             "metavar": "DIR",
             "help": "the model's folder; a run in it is continued",
         },
-        "--tokenizer": {
+        "--config": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "config.json of a model to train from scratch, with a tokenizer of its own",
+        },
+        "--start-from": {
             "metavar": "DIR",
-            "help": "a model folder whose tokenizer to use (default: train one)",
+            "help": "a checkpoint to continue from instead, with its tokenizer",
         },
         "--vocab-size": {
             "type": within(int, 258),
@@ -55,27 +57,27 @@ OPTIONS: Groups = {
             "help": "most tokens of a new tokenizer",
         },
     },
-    "the recipe (--layer-dropout 0 --exit-scale 0 --curriculum none: ordinary training)": {
+    "the recipe (--layer-dropout 0 --exit-scale 0: ordinary training)": {
         "--layer-dropout": {
-            "type": SHARE,
+            "type": within(float, 0, 1),
             "default": 0.1,
             "metavar": "P",
             "help": "p_max, the dropout rate of the last layer",
         },
         "--exit-scale": {
-            "type": RATE,
+            "type": within(float, 0),
             "default": 1.0,
             "metavar": "E",
             "help": "e_scale, the weight of early exits' losses",
         },
         "--exit-power": {
-            "type": SHARE,
+            "type": within(float, 0, 1),
             "default": 1.0,
             "metavar": "A",
             "help": "below 1: more weight for the first exits",
         },
         "--exit-teaching": {
-            "type": SHARE,
+            "type": within(float, 0, 1),
             "default": 0.0,
             "metavar": "A",
             "help": "share of the exits' losses that the last layer teaches",
@@ -86,7 +88,7 @@ OPTIONS: Groups = {
             "help": "which exits are on in a step",
         },
         "--rotation": {
-            "type": COUNT,
+            "type": within(int, 1),
             "default": 8,
             "metavar": "R",
             "help": "every R-th layer's exit is on in a step",
@@ -94,27 +96,37 @@ OPTIONS: Groups = {
     },
     "the loop": {
         "--steps": {
-            "type": COUNT,
+            "type": within(int, 1),
             "default": 2000,
             "metavar": "N",
             "help": "updates of the weights",
         },
-        "--batch": {"type": COUNT, "default": 16, "metavar": "N", "help": "rows per micro-batch"},
+        "--batch": {
+            "type": within(int, 1),
+            "default": 16,
+            "metavar": "N",
+            "help": "rows per micro-batch",
+        },
         "--accumulate": {
-            "type": COUNT,
+            "type": within(int, 1),
             "default": 1,
             "metavar": "N",
             "help": "micro-batches per step",
         },
-        "--context": {"type": COUNT, "default": 256, "metavar": "N", "help": "tokens per row"},
+        "--context": {
+            "type": within(int, 1),
+            "default": 256,
+            "metavar": "N",
+            "help": "tokens per row",
+        },
         "--learning-rate": {
-            "type": RATE,
+            "type": within(float, 0),
             "default": 2e-3,
             "metavar": "R",
             "help": "peak of the learning rate",
         },
         "--muon-rate": {
-            "type": RATE,
+            "type": within(float, 0),
             "default": 0.0,
             "metavar": "R",
             "help": "peak of Muon's rate, for matrices; 0: AdamW only",
@@ -137,7 +149,7 @@ OPTIONS: Groups = {
             "help": "compute in bf16",
         },
         "--save-every": {
-            "type": COUNT,
+            "type": within(int, 1),
             "default": 100,
             "metavar": "N",
             "help": "steps between evaluations, each with a save (one more in the first minute)",
@@ -147,22 +159,6 @@ OPTIONS: Groups = {
 }
 
 
-def parse_options(arguments: list[str] | None, description: str) -> argparse.Namespace:
-    """Return the options of a command line. Raises InputError for a missing model folder."""
-    parser = parser_of(OPTIONS, prog="train.py", description=description)
-    start = parser.add_mutually_exclusive_group(required=True)
-    start.add_argument(
-        "--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch"
-    )
-    start.add_argument(
-        "--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer"
-    )
-    options = parser.parse_args(arguments)
-    options.start_from = options.start_from and model_folder(options.start_from)
-    options.tokenizer = model_folder(options.tokenizer) if options.tokenizer else options.start_from
-    return options
-
-
 def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     """Return the initial model in float32, training rows, and held-out rows.
 
@@ -170,26 +166,24 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
 
     Raises InputError for a wrong model, text or folder.
     """
-    out = options.out
-    start = options.start_from
+    if (options.config is None) == (options.start_from is None):
+        raise InputError("give either --config or --start-from")
+    start = options.start_from and model_folder(options.start_from)
     config = parse_config(read_json(start / "config.json" if start else options.config))
     if options.context > config.max_positions:
         raise InputError(
             f"--context {options.context} is more than the config's {config.max_positions}"
             " positions"
         )
-    if (out / "config.json").exists() and not (out / STATE).parent.exists():
-        raise InputError(f"{out} holds a model that train.py did not make: give another --out")
-    documents = read_documents(options.data)
-    if not options.tokenizer and not (out / STATE).exists():
-        (out / STATE).parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(documents, options.vocab_size, out)
-    tokenizer = Tokenizer(options.tokenizer or out)
-    own = Tokenizer(start) if start else tokenizer
-    if (own.pieces, own.special) != (tokenizer.pieces, tokenizer.special):
+    if (options.out / "config.json").exists() and not (options.out / STATE).parent.exists():
         raise InputError(
-            f"{options.tokenizer} has another vocabulary than {start}: leave out --tokenizer"
+            f"{options.out} holds a model that train.py did not make: give another --out"
         )
+    documents = read_documents(options.data)
+    if not start and not (options.out / STATE).exists():
+        (options.out / STATE).parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(documents, options.vocab_size, options.out)
+    tokenizer = Tokenizer(start or options.out)
     rows = rows_of(documents, tokenizer, options.context)
     if start:
         return load_model(start, torch.float32), *rows
@@ -210,7 +204,7 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
     save_model(
         copy.deepcopy(model).bfloat16(),
         options.out,
-        tokenizer_from=options.tokenizer or options.out,
+        tokenizer_from=model_folder(options.start_from) if options.start_from else options.out,
     )
     with explaining(
         f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"

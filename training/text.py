@@ -1,6 +1,5 @@
 """Training text: documents from files, a tokenizer trained on them, and rows of token ids."""
 
-import re
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -12,12 +11,10 @@ import torch
 from tokenizers import models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from app.files import atomic_path, read_json_lines, read_text, write_json
+from app.files import atomic_path, read_json_lines, write_json
 from model.errors import InputError
 from weights.tokenizer import Tokenizer, byte_level_tokenizer
 
-# whole lines, cut only where one is longer
-TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)
 HELD_OUT_ONE_IN = 50  # documents
 BEGIN = "<s>"  # id 0
 END = "</s>"  # id 1
@@ -34,16 +31,13 @@ TOKENIZER_SETTINGS = {
 
 
 def read_documents(paths: Sequence[Path]) -> list[str]:
-    """Yield the documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or
-    ``prompt`` and ``response``.
+    """Return the documents of files; a line is an object of JSON with ``text``, or with ``prompt``
+    and ``response``.
 
     Raises InputError with file and line for unreadable input.
     """
     documents: list[str] = []
     for path in paths:
-        if path.suffix != ".jsonl":
-            documents += [match[0] for match in TXT_DOCUMENT.finditer(read_text(path))]
-            continue
         for place, row in read_json_lines(path):
             match row:
                 case {"text": str(text)}:
@@ -55,11 +49,6 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
                         f'{place} needs "text", or "prompt" and "response", each a string'
                     )
     return [document for document in documents if document.strip()]
-
-
-def is_held_out(document: str) -> bool:
-    """Return whether a document is not trained on, by its text alone."""
-    return zlib.crc32(document.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> None:
@@ -116,7 +105,8 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
     train = array("i")
     held_out = array("i")
     for document in documents:
-        ids = held_out if is_held_out(document) else train
+        # by its text alone, so that a document is held out from every run
+        ids = train if zlib.crc32(document.encode()) % HELD_OUT_ONE_IN else held_out
         ids.extend(tokenizer.encode(document) + ending)
     if min(len(train), len(held_out)) <= context:
         raise InputError(

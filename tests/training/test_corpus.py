@@ -186,7 +186,7 @@ def test_a_narrator_speaks_where_the_template_lets_one(
     session = load(str(folder), dtype="float32", draft="none", max_new_tokens=1, device="cpu")
     session.tokenizer.chat_template = template
     begun = recorded(monkeypatch, session, "begin", lambda ids, *_: ids)
-    corpus.write_stories(session, 3, random.Random(0))
+    list(corpus.write_stories(session, 3, random.Random(0)))
     narrated = [corpus.NARRATOR in session.tokenizer.decode(prompt) for prompt in begun]
     assert narrated == [template == TEMPLATE] * 3
 

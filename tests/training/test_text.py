@@ -1,6 +1,4 @@
-"""Training text: reading files, training a tokenizer, held-out documents, rows, bits per byte, and
-wrong input.
-"""
+"""Training text: reading files, training a tokenizer, held-out documents, rows, and wrong input."""
 
 import json
 from itertools import pairwise
@@ -11,12 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.folders import LLAMA, VOCAB_SIZE, write_folder
 from tests.refusal import refusal
-from training import quality
-from training.quality import bits_per_byte, main
 from training.text import Rows, read_documents, rows_of, train_tokenizer
-from weights.load import load_model
 from weights.tokenizer import Tokenizer
 
 DOCUMENTS = [
@@ -47,16 +41,6 @@ def test_a_jsonl_line_is_a_text_or_a_prompt_with_its_response(tmp_path: Path) ->
     rows = f'{whole}\r\n{parts}\n{{"text": " "}}'
     found = documents_of(tmp_path / "a.jsonl", rows.encode())
     assert found == ["One\u2028two\x85.", "Say two.\n\nTwo."]
-
-
-def test_a_text_file_is_cut_at_line_ends_where_it_can_be_and_nothing_is_lost(
-    tmp_path: Path,
-) -> None:
-    text = "".join(f"Line {number} of a long text.\n" for number in range(9000)) + "no end " * 2000
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    found = read_documents([tmp_path / "a.txt"])
-    assert "".join(found) == text and max(map(len, found)) <= 4001
-    assert all(document.endswith(".\n") for document in found[:-4])
 
 
 def test_a_document_is_coded_as_chat_would_code_its_prompt(learnt: Path) -> None:
@@ -132,7 +116,7 @@ def test_rows_of_a_text_without_ends_follow_one_another() -> None:
             'line 1 needs "text", or "prompt" and "response"',
         ),
         ("a.jsonl", "[1]\n", 'line 1 needs "text"'),
-        ("a.txt", b"\xff\xfe", "cannot be read as UTF-8"),
+        ("a.jsonl", b"\xff\xfe", "cannot be read as UTF-8"),
     ],
 )
 def test_wrong_data_is_refused_by_name(
@@ -145,39 +129,3 @@ def test_wrong_data_is_refused_by_name(
 def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(learnt: Path) -> None:
     said = refusal(rows_of, ["One text."] * 300, Tokenizer(learnt), 9)
     assert said.startswith("1 different ") and "give at least 200 documents" in said
-
-
-def test_each_token_costs_the_logarithm_of_the_vocabulary_under_a_model_that_knows_nothing(
-    tmp_path: Path,
-) -> None:
-    """Of all but a document's first token. Of a document that is longer than the context, its
-    beginning is read.
-    """
-    folder = write_folder(tmp_path / "model", LLAMA)
-    model = load_model(folder, torch.float32)
-    with torch.no_grad():
-        model.embed_tokens.weight.zero_()
-    tokenizer = Tokenizer(folder)
-    documents = ["the tin hen", "naïve"]
-    coded = [tokenizer.encode(each)[1:] for each in documents]
-    size = sum(len(tokenizer.token_bytes(token)) for tokens in coded for token in tokens)
-    expected = sum(map(len, coded)) * torch.tensor(VOCAB_SIZE).log2().item() / size
-    assert bits_per_byte(model, tokenizer, documents) == pytest.approx(expected)
-    model.max_positions = len(tokenizer.encode(documents[0]))
-    short, long = (bits_per_byte(model, tokenizer, [documents[0] * n]) for n in (1, 9))
-    assert long == pytest.approx(short, rel=0.1)
-
-
-def test_a_model_has_a_row_of_its_text_and_its_stories_if_any_text_is_held_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quality, "STORIES", 2)
-    text = tmp_path / "a text.jsonl"
-    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
-    folder = write_folder(tmp_path / "a model", LLAMA)
-    assert main(["--model", str(folder), "--data", str(text)]) == 0
-    said = capsys.readouterr().out
-    assert "held-out documents, 2 stories" in said and "bits per byte" in said
-    text.write_text('{"text": "a line"}\n')
-    assert main(["--model", str(folder), "--data", str(text)]) == 2
-    assert "none of the documents is held out: give more text" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from app.command_line import say
@@ -41,8 +41,8 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
     write_text(path, "".join(json.dumps(story) + "\n" for story in stories.values()))
 
 
-def write_stories(session: Session, rows: int, rng: random.Random) -> list[dict[str, str]]:
-    """Return the stories worth learning, of ``rows`` that the model writes: each a "prompt" and a
+def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[dict[str, str]]:
+    """Yield the stories worth learning, of ``rows`` that the model writes: each a "prompt" and a
     "response".
 
     A request is a turn of a chat or, without a chat template, plain text. The model continues its
@@ -51,7 +51,6 @@ def write_stories(session: Session, rows: int, rng: random.Random) -> list[dict[
     tokenizer = session.tokenizer
     options = session.options.merged({"seed": rng.getrandbits(63)})
     narrated = options.merged({"system": NARRATOR})
-    stories = []
     requests = [story_request(rng) for _ in range(rows)]
     samples = []
     for number, (prompt, opening, _) in enumerate(requests):
@@ -66,8 +65,7 @@ def write_stories(session: Session, rows: int, rng: random.Random) -> list[dict[
         tokens = [token for token in sample.tokens if token not in tokenizer.eos_ids]
         story = kept_story(tokenizer.decode(tokenizer.encode_parts(opening) + tokens), subjects)
         if story and set(tokenizer.special.values()).isdisjoint(tokens):
-            stories.append({"prompt": prompt, "response": story})
-    return stories
+            yield {"prompt": prompt, "response": story}
 
 
 OPTIONS: Groups = {
@@ -113,9 +111,17 @@ def run(options: argparse.Namespace) -> None:
     A batch depends on the seed and on the contents of the file only, so that a run that was killed
     continues to the same file. Raises InputError when the model writes nothing new any more.
     """
-    names = ("model", "device", "dtype", "temperature", "top_k", "max_new_tokens")
-    given = {name: getattr(options, name) for name in names}
-    session = Session(Options().merged({**given, "draft": "none"}))
+    session = Session(
+        Options(
+            model=options.model,
+            device=options.device,
+            dtype=options.dtype,
+            draft="none",
+            temperature=options.temperature,
+            top_k=options.top_k,
+            max_new_tokens=options.max_new_tokens,
+        )
+    )
     stories: dict[str, dict[str, str]] = {}
     fruitless = 0
     written = read_json_lines(options.out) if options.out.is_file() else ()
@@ -139,8 +145,7 @@ def run(options: argparse.Namespace) -> None:
         before = len(stories)
         rows = min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
         rng = random.Random(f"{options.seed} {before} {fruitless}")
-        more = write_stories(session, rows, rng)
-        add(stories, more, options.out)
+        add(stories, write_stories(session, rows, rng), options.out)
         fruitless = 0 if len(stories) > before else fruitless + rows
 
 
