@@ -31,6 +31,7 @@ PROVENANCE = {
     "dtype",
     "machine",
     "date",
+    "study",
 }
 
 

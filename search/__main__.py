@@ -17,35 +17,41 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+import optuna
 from rich.console import Console
 from rich.progress import track
 
 from app.command_line import say
 from app.device import machine
 from app.drafts import plan_in_words
-from app.files import check_place
+from app.files import check_place, read_optional_json
 from app.options import Options
 from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
 from app.picture import write_picture
-from app.plan_file import DraftPlan, write_plan
+from app.plan_file import DraftPlan, read_plan, write_plan
 from app.session import Session
 from app.table import Row, table
+from decoding.rounds import Statistics
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search.acceptance import Calibration
-from search.costs import Costs, measure_costs
-from search.plots import front
+from search.costs import CostModel, kept_costs
+from search.plots import best_values, front, importances
 from search.study import (
     HEAD,
     SAMPLERS,
     Prediction,
+    Space,
+    best_so_far,
+    early_exits,
     first_plans,
     open_study,
     optimise,
@@ -53,13 +59,23 @@ from search.study import (
     plan_of,
     predictions_of,
     space_of,
+    thinned_plans,
 )
 from search.texts import Continuation, plain_texts, read_prompts, split_texts
 from weights.load import DTYPES, model_fingerprint
 
-VERSION = 9  # of the study
+VERSION = 10  # of the study
 CONFIRMED = 5  # best plans that decode; beside them the best early exit
 TURNS = 3  # in which a held-out prompt is written in each way
+BLOCKS = "▁▂▃▄▅▆▇█"  # from 0 to 1
+# Searches that are compared: the sampler, and whether the first plans are tried before it is asked
+SEARCHES = {
+    "TPE": ("tpe", True),
+    "random draws": ("random", True),
+    "TPE without the first plans": ("tpe", False),
+}
+
+Objective = Callable[[LayerPlan], Prediction]
 
 OPTIONS: Groups = {
     "": {
@@ -73,7 +89,8 @@ OPTIONS: Groups = {
         "--out": {
             "type": Path,
             "metavar": "FILE",
-            "help": "the plan file (default: plan.json of the model)",
+            "help": "the plan file (default: plan.json of the model, or one beside it where"
+            " that is not of this search)",
         },
         "--sampler": {
             "choices": list(SAMPLERS),
@@ -89,7 +106,13 @@ OPTIONS: Groups = {
         "--plots": {
             "type": Path,
             "metavar": "DIR",
-            "help": "draw front.svg, all plans tried, into this folder",
+            "help": "draw all plans tried and the importance of sublayers into this folder",
+        },
+        "--compare-samplers": {
+            "type": within(int, 0),
+            "default": 0,
+            "metavar": "N",
+            "help": "also search N times by each sampler, with other seeds, and compare",
         },
         "--bits": {
             "type": int,
@@ -131,50 +154,81 @@ def run(options: argparse.Namespace) -> int:
     prompts = read_prompts(options.calibration)
     shared = ("model", "device", "dtype", "max_new_tokens", "coupling", "temperature", "seed")
     session = Session(Options(**{name: getattr(options, name) for name in shared}))
-    out: Path = options.out or session.folder / "plan.json"
+    settings = settings_of(session, options, prompts)
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    out = options.out or place_of_plan(session.folder, name)
     check_place(out)
     session.check_memory()
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "model": model_fingerprint(session.folder),
-        "dtype": str(session.dtype).removeprefix("torch."),
-        "bits": sorted({*options.bits}),
-        "sampling": {**asdict(session.options.params), "coupling": options.coupling},
-        "prompts": [options.max_new_tokens, prompts],
-        "version": VERSION,
-    }
-    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    study = open_study(out.with_suffix(".journal"), name, options.sampler, options.seed)
+    journal = (options.out or session.folder / "plan").with_suffix(".journal")
+    study = open_study(journal, name, options.sampler, options.seed)
     searched, held_out = split_texts(plain_texts(session, prompts))
     calibration = Calibration(session, searched)
     if "costs" not in study.user_attrs:
         prepare(study, session, calibration, searched, settings["bits"])
-    costs = Costs(**study.user_attrs["costs"])
+    costs = CostModel(**study.user_attrs["costs"])
 
+    @cache
     def objective(plan: LayerPlan) -> Prediction:
         acceptance = calibration.acceptance(plan)
         return Prediction(*costs.best(acceptance, costs.step(plan)), acceptance)
 
     status = 0
+    space = space_of(session.model.num_layers, options.bits)
+    first = first_plans(study.user_attrs["importance"], space)
+    say_what_is_known(study.user_attrs["importance"], len(first), options.trials)
     try:
-        optimise(study, objective, space_of(session.model.num_layers, options.bits), options.trials)
+        optimise(study, objective, space, options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
         say("interrupted: the same command continues the search")
-    predictions = predictions_of(study)
-    if predictions:
-        finish(options, session, settings, predictions, costs, held_out, out)
+    if predictions_of(study):
+        finish(options, session, settings, study, objective, held_out, out)
+        if options.plots is not None:
+            draw(options.plots, study, objective, costs)
+    if options.compare_samplers and status == 0:
+        compare_samplers(options, objective, space, first)
     return status
 
 
+def settings_of(
+    session: Session, options: argparse.Namespace, prompts: list[str]
+) -> dict[str, Any]:
+    """Return all on which the predictions of a search depend."""
+    return {
+        "model": model_fingerprint(session.folder),
+        "dtype": str(session.dtype).removeprefix("torch."),
+        "bits": sorted({*options.bits}),
+        "sampling": {**asdict(session.options.params), "coupling": options.coupling},
+        "prompts": [options.max_new_tokens, prompts],
+        "machine": machine(session.device),
+        "version": VERSION,
+    }
+
+
+def place_of_plan(folder: Path, study: str) -> Path:
+    """Return the file for the plan of a study: ``plan.json`` in the model's folder or, where that
+    is of another search or was written by hand, a file beside it.
+    """
+    shipped = folder / "plan.json"
+    if not shipped.exists() or read_optional_json(shipped).get("study") == study:
+        return shipped
+    beside = folder / f"plan-{study}.json"
+    say(f"{shipped} is not of this search and stays: the new plan goes to {beside}")
+    return beside
+
+
 def prepare(
-    study: Any, session: Session, calibration: Calibration, texts: list[Continuation], bits: Any
+    study: optuna.Study,
+    session: Session,
+    calibration: Calibration,
+    texts: list[Continuation],
+    bits: list[int],
 ) -> None:
     """Store costs, importances of sublayers and the first plans in a new study."""
-    say("measuring the costs of sublayers")
     widths = sorted({*bits, FULL} - {0})
-    costs = measure_costs(session, [text.prompt for text in texts], widths)
+    costs = kept_costs(session, [text.prompt for text in texts], widths, study.study_name)
     full = parameters(LayerPlan.full(session.model.num_layers))
     importance = {
         name: 1 - calibration.acceptance(plan_of({**full, name: 0}))
@@ -188,89 +242,135 @@ def prepare(
     study.set_user_attr("costs", asdict(costs))
 
 
+def say_what_is_known(importance: Mapping[str, float], first: int, trials: int) -> None:
+    """Print the importance of each sublayer, and whether the sampler is asked for any plan."""
+    layers = range(len(importance) // 2)
+    for kind, title in (("attn", "attention"), ("mlp", "MLP")):
+        shares = [importance[f"{kind} {layer}"] for layer in layers]
+        blocks = "".join(BLOCKS[round(share * (len(BLOCKS) - 1))] for share in shares)
+        say(f"importance by layer, {title:9} {blocks}")
+    if trials <= first:
+        say(f"the first {first} plans are chosen: with {trials} trials no sampler is asked")
+
+
 def finish(
     options: argparse.Namespace,
     session: Session,
     settings: Mapping[str, Any],
-    predictions: Mapping[LayerPlan, Prediction],
-    costs: Costs,
+    study: optuna.Study,
+    objective: Objective,
     held_out: list[Continuation],
     out: Path,
 ) -> None:
-    """Confirm the best plans, print the results, and write the fastest plan and the picture."""
-    exits = islice(filter(is_exit, predictions), 1)
-    plans = list(dict.fromkeys([*islice(predictions, CONFIRMED), *exits]))
-    chosen = [DraftPlan(plan, predictions[plan].gamma) for plan in plans]
-    rows = confirm(session, held_out, chosen, [predictions[plan].speedup for plan in plans])
+    """Confirm the best plans, print the results, and write the fastest plan.
+
+    The best early exit is confirmed too, tried or not, and so is the plan that this search wrote
+    before: neither is replaced by a slower one.
+    """
+    layers = session.model.num_layers
+    best_exit = max(early_exits(layers), key=lambda plan: objective(plan).speedup, default=None)
+    plans = dict.fromkeys([*islice(predictions_of(study), CONFIRMED), best_exit])
+    if options.out is None and out.exists():
+        plans |= {read_plan(out, layers, session.folder).plan: None}
+    rows = confirm(session, held_out, {plan: objective(plan) for plan in plans if plan})
     title = "held-out prompts: measured beside plain decoding, and expected"
     Console(width=None if sys.stdout.isatty() else 120).print(
         table([row for _, row in rows], title)
     )
     best, measured = rows[0]
     pays = measured["speed-up"] > 1
-    kept = DraftPlan(best.plan, best.gamma if pays else 0, None, predictions[best.plan].acceptance)
+    kept = DraftPlan(best, measured["γ"] if pays else 0, None, objective(best).acceptance)
     provenance = {
         "acceptance_rate": measured["accepted"],
         "predicted_speedup": measured["expected"],
         "measured_speedup": measured["speed-up"],
         "sampling": settings["sampling"],
         "dtype": settings["dtype"],
-        "machine": machine(session.device),
+        "machine": settings["machine"],
         "date": date.today().isoformat(),
+        "study": study.study_name,
     }
     write_plan(out, kept, settings["model"], provenance)
-    result = f"drafts of up to {best.gamma} tokens"
+    result = f"drafts of up to {kept.gamma} tokens"
     if not pays:
         result = "no plan beats plain decoding, so --draft skip decodes plainly"
     say(f"{out}: {measured['speed-up']:.2f} times plain decoding, {result}")
     if pays:
-        place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
+        place = "" if out == session.folder / "plan.json" else f" --plan {shlex.quote(str(out))}"
         name = shlex.quote(options.model)
         say(f'to use it: python generate.py "Your prompt" --model {name} --draft skip{place}')
-    if options.plots is not None:
-        write_picture(lambda: front(predictions, costs), options.plots / "front.svg")
-
-
-def is_exit(plan: LayerPlan) -> bool:
-    """Return whether a plan is an early exit in the checkpoint's bits."""
-    layers = sum(map(bool, plan.attention))
-    return layers > 0 and plan == LayerPlan.early_exit(plan.num_layers, layers)
 
 
 def confirm(
-    session: Session, held_out: list[Continuation], plans: list[DraftPlan], expected: list[float]
-) -> list[tuple[DraftPlan, Row]]:
+    session: Session, held_out: list[Continuation], plans: Mapping[LayerPlan, Prediction]
+) -> list[tuple[LayerPlan, Row]]:
     """Return the plans, each with a row of its results on the held-out prompts, the fastest first:
     all prompts are written in turns with plain decoding.
     """
-    ways = [{"draft": "none"}, *({"draft": "skip", "plan": plan} for plan in plans)]
+    drafts = [DraftPlan(plan, prediction.gamma) for plan, prediction in plans.items()]
+    ways = [{"draft": "none"}, *({"draft": "skip", "plan": draft} for draft in drafts)]
     seconds = [0.0 for _ in ways]
-    tokens = [0 for _ in ways]
-    drafted = [0 for _ in ways]
-    accepted = [0 for _ in ways]
+    totals = [Statistics() for _ in ways]
     for text in track(
         held_out, "running the best plans on held-out prompts", console=Console(stderr=True)
     ):
-        for number, way in enumerate(ways):
-            options = session.options.merged(way)
-            samples = [session.finish(session.begin(text.prompt, options)) for _ in range(TURNS)]
+        turns = [
+            [
+                session.finish(session.begin(text.prompt, session.options.merged(way)))
+                for way in ways
+            ]
+            for _ in range(TURNS)
+        ]
+        for number, samples in enumerate(zip(*turns, strict=True)):
             seconds[number] += median(sample.seconds for sample in samples)
-            told = samples[0].statistics
-            tokens[number] += told.tokens
-            drafted[number] += told.drafted
-            accepted[number] += told.accepted
-    speeds = [count / took for count, took in zip(tokens, seconds, strict=True)]
-    rows = []
-    for number, plan in enumerate(plans, start=1):
-        row: Row = {
-            "plan": plan_in_words(plan.plan),
-            "γ": plan.gamma,
-            "speed-up": speeds[number] / speeds[0],
-            "expected": expected[number - 1],
-            "accepted": accepted[number] / max(1, drafted[number]),
+            for round in samples[0].rounds:
+                totals[number].add(round)
+    plain, *speeds = [total.tokens / took for total, took in zip(totals, seconds, strict=True)]
+    rows: list[Row] = [
+        {
+            "plan": plan_in_words(plan),
+            "γ": prediction.gamma,
+            "speed-up": speed / plain,
+            "expected": prediction.speedup,
+            "accepted": total.acceptance_rate or 0.0,
         }
-        rows.append((plan, row))
-    return sorted(rows, key=lambda each: -each[1]["speed-up"])
+        for (plan, prediction), speed, total in zip(plans.items(), speeds, totals[1:], strict=True)
+    ]
+    return sorted(zip(plans, rows, strict=True), key=lambda each: -each[1]["speed-up"])
+
+
+def draw(folder: Path, study: optuna.Study, objective: Objective, costs: CostModel) -> None:
+    """Write the pictures of a study."""
+    importance = study.user_attrs["importance"]
+    plans = {
+        "early exits": early_exits(len(importance) // 2),
+        "least important sublayers left out": thinned_plans(importance)[:-1],
+    }
+    lines = {
+        name: [(costs.step(plan), objective(plan).acceptance) for plan in each]
+        for name, each in plans.items()
+    }
+    write_picture(lambda: front(predictions_of(study), costs), folder / "front.svg")
+    write_picture(lambda: importances(importance, lines), folder / "importance.svg")
+
+
+def compare_samplers(
+    options: argparse.Namespace, objective: Objective, space: Space, first: Sequence[LayerPlan]
+) -> None:
+    """Search anew with several seeds in each of the ways to compare, print the best speed-ups, and
+    draw those so far.
+    """
+    curves: dict[str, list[list[float]]] = {}
+    for name, (sampler, starts) in SEARCHES.items():
+        plans = first if starts else ()
+        curves[name] = [
+            best_so_far(objective, space, plans, options.trials, SAMPLERS[sampler](seed=seed))
+            for seed in range(options.compare_samplers)
+        ]
+        best = [curve[-1] for curve in curves[name]]
+        say(f"{name}: {fmean(best):.3f} ({min(best):.3f} to {max(best):.3f})")
+    if options.plots is not None:
+        write_picture(lambda: best_values(curves, len(first)), options.plots / "samplers.svg")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,20 +8,24 @@ nothing of acceptance.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
 from statistics import median
 from time import perf_counter
+from typing import Any
 
+from app.command_line import say
+from app.files import read_json, write_json
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
-from decoding.drafters import Drafter, ModelDrafter, ModelFreeDrafter, NoDraft
+from decoding.drafters import Drafter, ModelDrafter, ModelFreeDrafter
 from decoding.policies import FixedLength
 from decoding.rounds import expected_speedup
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model.cache import KVCache
 from model.errors import InputError
+from model.places import cache_folder
 from model.plan import LayerPlan
 
 TURNS = 8
@@ -30,10 +34,12 @@ GAMMA = 4  # tokens of the drafts by which a draft step is measured
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Costs in plain rounds. ``parts``: of a draft step, by the names of ``parts_of``; the head's
-    holds all that every draft step does. ``verify[k]``: a round that verifies a draft of k tokens,
-    without its draft steps; verify[0] is 1 by definition.
+class CostModel:
+    """Costs by which the speed-up of any plan is predicted, in plain rounds.
+
+    ``parts``: of a draft step, by the names of ``parts_of``; the head's holds all that every draft
+    step does. ``verify[k]``: a round that verifies a draft of k tokens, without its draft steps;
+    verify[0] is 1 by definition.
     """
 
     parts: dict[str, float]
@@ -59,48 +65,41 @@ def parts_of(plan: LayerPlan) -> Counter[str]:
     return Counter(f"{kind} {bits}" for kind, each in sublayers.items() for bits in each if bits)
 
 
-class KnownText(ModelFreeDrafter):
-    """Drafter of a text known in advance: its rounds cost their verification alone."""
-
-    known: Sequence[int] = ()
+class Repetition(ModelFreeDrafter):
+    """Drafter of the last token again and again: its rounds cost their verification alone."""
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        written = len(text.generated)
-        return 0, self.known[written : written + limit]
+        return 0, text.tokens[-1:] * limit
 
 
 def seconds_of_round(
     session: Session, cache: KVCache, prompt: Sequence[int], drafter: Drafter, gamma: int
-) -> tuple[float, list[int]]:
-    """Return the median seconds of a round with drafts of ``gamma`` tokens, and the text. The cache
-    holds the prompt. Raises InputError where the context ends before such a round.
+) -> float:
+    """Return the median seconds of a round with drafts of ``gamma`` tokens. The cache holds the
+    prompt. Raises InputError where the context ends before such a round.
     """
-    options = session.options
     text = Text(prompt, Rules(ROUNDS * (gamma + 1)), session.model)
-    rule = options.rule
-    randomness = rule.randomness(session.device)
-    how = FixedLength(gamma), options.params, randomness, rule.verify
-    times = [perf_counter()]
-    full = []
-    for round in speculate(session.model, cache, text, drafter, *how):
-        times.append(perf_counter())
-        full.append(len(round.drafted) == gamma)
+    rule = session.options.rule
+    how = session.options.params, rule.randomness(session.device), rule.verify
+    rounds = [
+        (len(round.drafted), perf_counter())
+        for round in speculate(session.model, cache, text, drafter, FixedLength(gamma), *how)
+    ]
+    # The first round of a text is slower than the others; a draft may end with its text.
     seconds = [
-        after - before
-        for (before, after), is_full in zip(pairwise(times[1:]), full[1:], strict=True)
-        if is_full
+        after - before for (_, before), (length, after) in pairwise(rounds) if length == gamma
     ]
     if not seconds:
         raise InputError(
             f"a context of {session.context} tokens is too short to measure drafts of {gamma}: give"
             " a model with a longer one"
         )
-    return median(seconds), text.generated
+    return median(seconds)
 
 
 def measure_costs(
     session: Session, prompts: Sequence[Sequence[int]], bits: Collection[int]
-) -> Costs:
+) -> CostModel:
     """Return the costs of sublayers in each of ``bits``, and of verification, behind these prompts:
     another one each turn.
     """
@@ -108,41 +107,47 @@ def measure_costs(
     layers = model.num_layers
     every = range(layers)
     skipped = {"head": (every, every), "attn": ((), every), "mlp": (every, ())}
-    plans = {
-        (kind, width): LayerPlan.skipping(layers, *which).in_bits(width, width)
-        for width in bits
-        for kind, which in skipped.items()
-    }
-    for plan in plans.values():
-        session.prepare(plan)
-    nothing = NoDraft(model.vocab_size, model.device)
-    known = KnownText(model.vocab_size, model.device)
     longest = ROUNDS * (LONGEST_DRAFT + 1)
     room = max(2, session.context - longest)
-    times: dict[object, list[float]] = {}
+    slot = session.slot_for(min(room, max(map(len, prompts))) + longest)
+    known = Repetition(model.vocab_size, model.device)
+    drafters: dict[Any, tuple[Drafter, int]] = {
+        ("verify", length): (known, length) for length in range(LONGEST_DRAFT + 1)
+    }
+    for width, (kind, which) in product(bits, skipped.items()):
+        plan = LayerPlan.skipping(layers, *which).in_bits(width, width)
+        session.prepare(plan)
+        drafters[kind, width] = ModelDrafter(model, slot.cache, plan), GAMMA
+    turns = []
     for turn in range(TURNS):
         prompt = list(prompts[turn % len(prompts)])[:room]
-        sample = session.begin(prompt, session.options.merged({"max_new_tokens": longest}))
-        slot = session.slot_for(sample.source.longest)
-        session.read(sample, slot, model)
-        cache = slot.cache
-        drafters = {("verify", length): (known, length) for length in range(1, LONGEST_DRAFT + 1)}
-        drafters |= {
-            part: (ModelDrafter(model, cache, plan), GAMMA) for part, plan in plans.items()
-        }
-        # The text that plain rounds write is the draft of the rounds that measure verification.
-        plain_options = session.options.merged({"draft": "none", "max_new_tokens": longest})
-        known.known = session.finish(session.begin(prompt, plain_options)).tokens
-        plain, _ = seconds_of_round(session, cache, prompt, nothing, 0)
-        for name, (drafter, gamma) in drafters.items():
-            seconds, _ = seconds_of_round(session, cache, prompt, drafter, gamma)
-            times.setdefault(name, []).append(seconds / plain)
-    cost = {name: median(each) for name, each in times.items()}
-    verify = [1.0, *(cost["verify", length] for length in range(1, LONGEST_DRAFT + 1))]
+        session.read(session.begin(prompt), slot, model)
+        turns.append(
+            {
+                name: seconds_of_round(session, slot.cache, prompt, *each)
+                for name, each in drafters.items()
+            }
+        )
+    cost = {name: median(turn[name] / turn["verify", 0] for turn in turns) for name in drafters}
+    verify = [cost["verify", length] for length in range(LONGEST_DRAFT + 1)]
     parts = {}
     for width in bits:
         step = {kind: max(0.0, cost[kind, width] - verify[GAMMA]) / GAMMA for kind in skipped}
         parts[f"head {width}"] = step["head"]
         for kind in ("attn", "mlp"):
             parts[f"{kind} {width}"] = max(0.0, step[kind] - step["head"]) / layers
-    return Costs(parts, verify)
+    return CostModel(parts, verify)
+
+
+def kept_costs(
+    session: Session, prompts: Sequence[Sequence[int]], bits: Collection[int], study: str
+) -> CostModel:
+    """Return the costs of a study, measured once and kept for others of its name: with the same
+    costs a seed proposes the same plans.
+    """
+    path = cache_folder() / "costs" / f"{study}.json"
+    if not path.exists():
+        say("measuring the costs of sublayers")
+        write_json(path, asdict(measure_costs(session, prompts, bits)))
+    say(f"costs of sublayers: {path}; remove the file to measure them again")
+    return CostModel(**read_json(path))

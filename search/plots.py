@@ -1,19 +1,20 @@
-"""Picture of a search, by matplotlib. Knows nothing of how plans are found."""
+"""Pictures of a search, by matplotlib. Knows nothing of how plans are found."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from app.picture import INK, MUTED, RED, SCALE
 from model.plan import FULL, LOW_BITS, LayerPlan
-from search.costs import Costs
+from search.costs import CostModel
 from search.study import Prediction
 
+KINDS = {"attn": "attention", "mlp": "MLP"}
 LEVELS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3)  # speed-ups of the lines
 
 
-def front(predictions: Mapping[LayerPlan, Prediction], costs: Costs) -> Figure:
+def front(predictions: Mapping[LayerPlan, Prediction], costs: CostModel) -> Figure:
     """Return the picture of the tried plans, the best first, by draft cost and acceptance, with
     lines of equal speed-up. The colour is the mean number of bits of a plan's sublayers.
     """
@@ -57,5 +58,47 @@ def front(predictions: Mapping[LayerPlan, Prediction], costs: Costs) -> Figure:
         xlabel="cost of a draft step, in plain rounds",
         ylabel="acceptance rate α",
     )
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1.01), ncols=2)
+    return figure
+
+
+def importances(
+    importance: Mapping[str, float], lines: Mapping[str, Sequence[tuple[float, float]]]
+) -> Figure:
+    """Return two rows of bars, the importance of each layer's attention and MLP; below them lines
+    of plans, each a pair of the cost of a draft step and the acceptance rate.
+    """
+    figure = Figure(figsize=(7.5, 7))
+    *rows, below = figure.subplots(3, height_ratios=(1, 1, 2))
+    layers = range(len(importance) // 2)
+    for axes, (kind, title) in zip(rows, KINDS.items(), strict=True):
+        axes.bar(layers, [importance[f"{kind} {layer}"] for layer in layers], color=SCALE(0.7))
+        axes.set(ylim=(0, 1.02), xticks=layers, ylabel="rejected without", title=title)
+    rows[-1].set_xlabel("layer, counted from 0 as in plan files")
+    for (name, points), colour in zip(lines.items(), (SCALE(0.0), SCALE(0.7)), strict=True):
+        below.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
+    below.set(
+        ylim=(0, 1.02), xlabel="cost of a draft step, in plain rounds", ylabel="acceptance rate α"
+    )
+    below.legend(loc="lower right", bbox_to_anchor=(1, 1.01), ncols=2)
+    return figure
+
+
+def best_values(curves: Mapping[str, Sequence[Sequence[float]]], first: int) -> Figure:
+    """Return the best expected speed-up so far, by trial: the mean of each way to search, with the
+    range of its seeds. A dashed line continues the best of the ``first`` plans.
+    """
+    figure = Figure(figsize=(7.5, 4))
+    axes = figure.subplots()
+    for (name, runs), colour in zip(curves.items(), np.linspace(0, 1, len(curves)), strict=True):
+        trials = range(1, len(runs[0]) + 1)
+        axes.plot(trials, np.mean(runs, axis=0), color=SCALE(colour), label=name)
+        axes.fill_between(
+            trials, np.min(runs, axis=0), np.max(runs, axis=0), color=SCALE(colour), alpha=0.2
+        )
+    chosen = next(iter(curves.values()))[0][:first]
+    axes.axhline(chosen[-1], color=MUTED, linestyle="--", label="the first plans alone")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="trial", ylabel="best expected speed-up so far")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1.01), ncols=2)
     return figure

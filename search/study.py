@@ -8,16 +8,14 @@ acceptance and costs are found.
 
 import random
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import optuna
-from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from app.files import explaining
 from model.plan import FULL, LayerPlan
@@ -95,26 +93,38 @@ def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
     return study
 
 
-def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan]:
-    """Return the plans of the space to try first: every early exit, the least important sublayers
-    skipped, both also in the fewest bits, and all sublayers in each number of bits.
+def early_exits(num_layers: int) -> list[LayerPlan]:
+    """Return the early exits of a model in the checkpoint's bits, the first layer's first."""
+    return [LayerPlan.early_exit(num_layers, layer) for layer in range(1, num_layers)]
+
+
+def thinned_plans(importance: Mapping[str, float]) -> list[LayerPlan]:
+    """Return the plans that skip the least important sublayer, the two least important, and so on
+    up to all.
 
     ``importance`` of each sublayer: the share of drafted tokens that are rejected without it.
     """
-    layers = len(importance) // 2
-    full = LayerPlan.full(layers)
+    full = parameters(LayerPlan.full(len(importance) // 2))
     order = sorted(importance, key=lambda name: (importance[name], name))
-    counts = [max(1, round(share * len(order))) for share in THINNED]
-    thinned = [plan_of(parameters(full) | dict.fromkeys(order[:count], 0)) for count in counts]
-    exits = [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
-    low = sorted({*space[HEAD]} - {FULL})
-    plans = [*exits, *(full.in_bits(bits, head=low[-1]) for bits in low)]
-    if low:
-        plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *exits]]
-    plans += thinned
+    skipped = [dict.fromkeys(order[:count], 0) for count in range(1, len(order) + 1)]
+    return [plan_of(full | each) for each in skipped]
+
+
+def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan]:
+    """Return the plans of the space to try first, one of each kind in turn: early exits, plans
+    without the least important sublayers, both also in the fewest bits, and all sublayers in each
+    number of bits.
+    """
+    full = LayerPlan.full(len(importance) // 2)
+    by_count = thinned_plans(importance)
+    thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
+    kinds = [early_exits(full.num_layers), thinned]
+    if low := sorted({*space[HEAD]} - {FULL}):
+        rounded = [[plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in kinds]
+        kinds += [[full.in_bits(bits, head=low[-1]) for bits in low], *rounded]
     return [
         plan
-        for plan in dict.fromkeys(plans)
+        for plan in dict.fromkeys(filter(None, chain(*zip_longest(*kinds))))
         if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
     ]
 
@@ -128,30 +138,25 @@ def optimise(
     it comes next.
     """
     known = predictions_of(study)
-    offered = {name: CategoricalDistribution(choices) for name, choices in space.items()}
-    columns = (
-        "trying plans",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        "best expected speed-up {task.fields[best]:.2f}",
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        best = max((prediction.speedup for prediction in known.values()), default=0.0)
-        bar = progress.add_task("", total=trials, completed=len(finished(study)), best=best)
-        while len(finished(study)) < trials:
-            trial = study.ask(offered)
-            plan = plan_of(trial.params)
-            if plan in known:
-                rng = random.Random(trial.number)
-                name = rng.choice(list(space))
-                neighbour = {**trial.params, name: rng.choice(space[name])}
-                study.enqueue_trial(neighbour, skip_if_exists=True)
-            else:
-                known[plan] = objective(plan)
-            trial.set_user_attr("prediction", list(known[plan]))
-            study.tell(trial, known[plan].speedup)
-            progress.update(bar, completed=len(finished(study)), best=study.best_value)
+
+    def speedup(trial: optuna.Trial) -> float:
+        for name, choices in space.items():
+            trial.suggest_categorical(name, choices)
+        plan = plan_of(trial.params)
+        if plan in known:
+            rng = random.Random(trial.number)
+            name = rng.choice(list(space))
+            neighbour = {**trial.params, name: rng.choice(space[name])}
+            study.enqueue_trial(neighbour, skip_if_exists=True)
+        else:
+            known[plan] = objective(plan)
+        trial.set_user_attr("prediction", list(known[plan]))
+        return known[plan].speedup
+
+    rest = trials - len(finished(study))
+    if rest > 0:  # fewer, where other processes share the study
+        enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+        study.optimize(speedup, rest, callbacks=[enough], show_progress_bar=True)
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
@@ -163,3 +168,20 @@ def predictions_of(study: optuna.Study) -> dict[LayerPlan, Prediction]:
     """Return the predictions of the plans tried, the best first."""
     trials = sorted(finished(study), key=lambda trial: -trial.value)
     return {plan_of(trial.params): Prediction(*trial.user_attrs["prediction"]) for trial in trials}
+
+
+def best_so_far(
+    objective: Callable[[LayerPlan], Prediction],
+    space: Space,
+    first: Iterable[LayerPlan],
+    trials: int,
+    sampler: optuna.samplers.BaseSampler,
+) -> list[float]:
+    """Return the best speed-up after each trial of a search in memory, which tries the plans
+    ``first`` and then those that the sampler proposes.
+    """
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for plan in first:
+        study.enqueue_trial(parameters(plan))
+    optimise(study, objective, space, trials)
+    return list(accumulate((trial.value for trial in finished(study)), max))

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import operator
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +25,15 @@ from decoding.sampling import SamplingParams, distribution
 from model.decoder import Decoder
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search import __main__ as command
+from search import costs
 from search.acceptance import Calibration, accepted_by_race, accepted_by_ratio
-from search.costs import Costs, measure_costs, parts_of
-from search.plots import front
+from search.costs import CostModel, measure_costs, parts_of
+from search.plots import best_values, front, importances
 from search.study import (
     SAMPLERS,
     Prediction,
+    best_so_far,
+    early_exits,
     finished,
     first_plans,
     open_study,
@@ -40,7 +44,7 @@ from search.study import (
     space_of,
 )
 from search.texts import Continuation, split_texts
-from tests.calls import status_of
+from tests.calls import recorded, status_of
 from tests.configs import FAMILIES
 from tests.folders import LLAMA, write_folder
 from tests.laws import prefilled, tiny_model
@@ -55,7 +59,7 @@ PARTS = {
     for kind, cost in (("head", 0.1), ("attn", 0.1), ("mlp", 0.12))
     for bits in BITS
 }
-COSTS = Costs(PARTS, [1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4])
+COSTS = CostModel(PARTS, [1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4])
 SPACE = space_of(4, (0, *LOW_BITS))
 # Optuna's, which the command line switches off
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -160,7 +164,7 @@ def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
 def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost() -> None:
     """(1 - α^(γ+1)) / (1 - α) over γ·c + v: 3.36 tokens over 2.1 at α .8 and γ 4 with c .2."""
     assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / 0.2) == pytest.approx(3.3616)
-    costs = Costs({}, [1.0, 1.1, 1.2, 1.25, 1.3])
+    costs = CostModel({}, [1.0, 1.1, 1.2, 1.25, 1.3])
     for rate, step in ((0.8, 0.2), (0.3, 0.4), (0.99, 0.01)):
         quotients = [
             (1 - rate ** (length + 1)) / (1 - rate) / (length * step + costs.verify[length])
@@ -209,15 +213,16 @@ def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
     assert evaluate.call_count == len(predictions_of(study)) <= 18 and len(finished(study)) == 40
 
 
-def test_starts_are_distinct_plans_early_exits_first_and_the_least_important_skipped() -> None:
+def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
+    """Exits, the least important sublayers skipped, uniform bits, and the first two in few bits."""
     lost = {name: 0.5 for name in SPACE if name != "head"} | {"attn 2": 0.01, "mlp 1": 0.02}
     plans = first_plans(lost, SPACE)
-    exits = [LayerPlan.early_exit(4, layer) for layer in (1, 2, 3)]
-    assert plans[:3] == exits
-    thinned = [LayerPlan.skipping(4, [2], []), LayerPlan.skipping(4, [2], [1])]
-    assert [plan for plan in plans if not plan.has_low_bits][3:5] == thinned
-    assert {plan.in_bits(min(LOW_BITS), head=max(LOW_BITS)) for plan in exits} <= set(plans)
-    assert len(set(plans)) == len(plans) and LayerPlan.full(4) not in plans
+    full, fewest = LayerPlan.full(4), {"bits": min(LOW_BITS), "head": max(LOW_BITS)}
+    exit, thinned = LayerPlan.early_exit(4, 1), LayerPlan.skipping(4, [2], [])
+    kinds = [exit, thinned, full.in_bits(**fewest), exit.in_bits(**fewest)]
+    assert plans[:5] == [*kinds, thinned.in_bits(**fewest)]
+    assert LayerPlan.skipping(4, [2], [1]) in plans and {*early_exits(4)} <= {*plans}
+    assert len(set(plans)) == len(plans) and full not in plans
     # a model of one layer has some, too
     assert first_plans({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
     for bits in ([0], [8, 4]):
@@ -227,7 +232,26 @@ def test_starts_are_distinct_plans_early_exits_first_and_the_least_important_ski
         assert used and set().union(*used) <= {*bits, FULL}, "none but those that may be tried"
 
 
-def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -> None:
+def test_the_best_so_far_never_falls_and_the_same_seed_proposes_the_same_plans() -> None:
+    """However the sampler is called, the first plans come first."""
+    first = [LayerPlan.full(4), LayerPlan.early_exit(4, 1)]
+    for make in SAMPLERS.values():
+        tried: list[list[LayerPlan]] = [[], []]
+        curves = [
+            best_so_far(
+                lambda plan, each=each: each.append(plan) or toy(plan),
+                SPACE,
+                first,
+                30,
+                make(seed=3),
+            )
+            for each in tried
+        ]
+        assert curves[0] == sorted(curves[0]) and len(curves[0]) == 30
+        assert tried[0] == tried[1] and tried[0][:2] == first
+
+
+def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() -> None:
     """However few were tried: the mean bits of a plan are the colour of its dot."""
     plans = [LayerPlan.full(6), LayerPlan.full(6).in_bits(4), LayerPlan.early_exit(6, 3)]
     plans.append(LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8))
@@ -236,6 +260,12 @@ def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -
         assert list(faults(lambda some=some: front(some, COSTS))) == []
     (dots, _) = front(found, COSTS).axes[0].collections[-2:]
     assert dots.get_array().tolist() == [16, 4, 8, 6]
+    for layers in (2, 30):
+        lost = {name: 0.9 for name in space_of(layers, [0]) if name != "head"}
+        lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
+        assert list(faults(lambda lost=lost, lines=lines: importances(lost, lines))) == []
+    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in command.SEARCHES}
+    assert list(faults(lambda: best_values(curves, 2))) == []
 
 
 def test_every_prompt_is_searched_on_or_held_out() -> None:
@@ -262,12 +292,12 @@ def arguments(folder: Path, *more: object) -> list[str]:
 
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "measure_costs", lambda *how: COSTS)
+    monkeypatch.setattr(costs, "measure_costs", lambda *how: COSTS)
 
 
 @pytest.mark.usefixtures("known_costs")
 def test_the_command_writes_a_plan_and_a_picture_and_goes_on_with_its_study(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, plots = tmp_path / "plan.json", tmp_path / "plots"
     assert command.main(arguments(folder, "--out", out, "--trials", 6, "--plots", plots)) == 0
@@ -275,26 +305,67 @@ def test_the_command_writes_a_plan_and_a_picture_and_goes_on_with_its_study(
     assert written["model"] == model_fingerprint(folder)
     gamma = read_plan(out, 2, folder).gamma
     assert gamma == written["gamma"] and (gamma > 0) == (written["measured_speedup"] > 1)
-    assert [path.name for path in plots.iterdir()] == ["front.svg"]
+    assert {path.name for path in plots.iterdir()} == {"front.svg", "importance.svg"}
     said = " ".join(capfd.readouterr().err.split())
-    assert "best expected speed-up" in said
+    assert "Best value" in said and "with 6 trials no sampler is asked" in said
+    assert re.search("importance by layer, attention [▁▂▃▄▅▆▇█]{2}]", said)
     named = shlex.quote(str(folder))
     use = f'python generate.py "Your prompt" --model {named} --draft skip --plan {out}'
     assert (use in said) == (gamma > 0)
-    tried = Mock(side_effect=toy)
-    monkeypatch.setattr(Costs, "best", lambda self, rate, step: (tried(LayerPlan.full(2))[0], 1))
     assert command.main(arguments(folder, "--out", out, "--trials", 8)) == 0
-    assert 0 < tried.call_count <= 2, "six trials were in the journal"
-    monkeypatch.undo()
-    assert "costs" in open_study(out.with_suffix(".journal"), study_name(out), "tpe", 0).user_attrs
+    study = open_study(out.with_suffix(".journal"), written["study"], "tpe", 0)
+    assert len(finished(study)) == 8, "six trials were in the journal"
+    assert study.user_attrs.keys() == {"costs", "importance"}
+    assert len(study.user_attrs["importance"]) == 4
 
 
-def study_name(out: Path) -> str:
-    storage = optuna.storages.JournalStorage(
-        optuna.storages.journal.JournalFileBackend(str(out.with_suffix(".journal")))
-    )
-    [name] = optuna.get_all_study_names(storage)
-    return name
+@pytest.mark.usefixtures("known_costs")
+def test_a_plan_that_the_search_did_not_make_stays_and_its_own_is_only_replaced_by_a_faster_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shipped = folder / "plan.json"
+    shipped.write_text('{"attn": [1], "mlp": []}')
+    assert command.main(arguments(folder, "--trials", 1)) == 0
+    assert shipped.read_text() == '{"attn": [1], "mlp": []}'
+    [beside] = folder.glob("plan-*.json")
+    assert f"{shipped} is not of this search and stays" in capfd.readouterr().err
+    own = json.loads(beside.read_text()) | {"attn": [0], "mlp": [0, 1], "bits": 8}
+    for path in (beside, shipped):
+        path.write_text(json.dumps(own))
+        before = read_plan(path, 2).plan
+        confirmed = recorded(monkeypatch, command, "confirm", lambda *given: {*given[2]})
+        assert command.main(arguments(folder, "--trials", 1)) == 0
+        assert before in confirmed[0]
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_the_best_early_exit_is_confirmed_whichever_plans_were_tried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "first_plans", lambda *_: [LayerPlan.full(2).in_bits(4)])
+    confirmed = recorded(monkeypatch, command, "confirm", lambda *given: {*given[2]})
+    assert command.main(arguments(folder, "--trials", 1)) == 0
+    assert confirmed == [{LayerPlan.full(2).in_bits(4), LayerPlan.early_exit(2, 1)}]
+
+
+def test_costs_are_measured_once_for_all_studies_of_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    measure = Mock(side_effect=[COSTS, AssertionError("again")])
+    monkeypatch.setattr(costs, "measure_costs", measure)
+    assert [costs.kept_costs(None, [], [], "a study") for _ in range(2)] == [COSTS, COSTS]
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_samplers_are_compared_by_searches_of_their_own(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--out", tmp_path / "plan.json", "--trials", 7, "--compare-samplers", 2]
+    assert command.main(arguments(folder, *options, "--plots", tmp_path)) == 0
+    said = capfd.readouterr().err
+    assert all(f"{name}: " in said for name in command.SEARCHES)
+    assert (tmp_path / "samplers.svg").exists()
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -304,7 +375,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     calls = itertools.count()
     confirm = command.confirm
 
-    def interrupting(self: Costs, rate: float, step: float) -> tuple[float, int]:
+    def interrupting(self: CostModel, rate: float, step: float) -> tuple[float, int]:
         if next(calls) == 5:
             raise KeyboardInterrupt
         return 1.0, 2
@@ -312,7 +383,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     def half_as_fast(*given: object) -> object:
         return [(chosen, {**row, "speed-up": 0.5}) for chosen, row in confirm(*given)]
 
-    monkeypatch.setattr(Costs, "best", interrupting)
+    monkeypatch.setattr(CostModel, "best", interrupting)
     monkeypatch.setattr(command, "confirm", half_as_fast)
     out = tmp_path / "plan.json"
     assert command.main(arguments(folder, "--out", out, "--trials", 100)) == 130
