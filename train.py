@@ -39,12 +39,13 @@ MAX_NORM = 1.0  # of a step's gradient
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 LAST_RATE = 0.1  # share of the peak learning rate at the end
-FIRST_SAVE = 45.0  # seconds after the start, where --save-every takes longer
+FIRST_SAVE = 30.0  # seconds after the start; later ones after twice the time of the one before
 BETWEEN_NOTES = 10.0  # seconds
 
 
 def train(options: argparse.Namespace) -> None:
     """Train a model, evaluate it and save it."""
+    say(f"reading {', '.join(map(str, options.data))}")
     keep_freed_memory()
     model, rows, held_out = prepare(options)
     model.to(pick_device(options.device)).train().requires_grad_()
@@ -53,7 +54,8 @@ def train(options: argparse.Namespace) -> None:
     # no parts in a new run
     for part, saved in zip((model, *optimisers), state.pop("parts"), strict=False):
         part.load_state_dict(saved)
-    first_save = monotonic() + FIRST_SAVE
+    began = monotonic()
+    next_save = FIRST_SAVE
     next_note = 0.0
     for step in range(state["step"], options.steps):
         loss = backward(model, rows, options, step)
@@ -75,12 +77,14 @@ def train(options: argparse.Namespace) -> None:
         if is_judged:
             judgement = evaluate(model, held_out, options.autocast)
             state["records"].append({"step": done, **judgement})
-        if is_judged or monotonic() > first_save:
-            first_save = math.inf
+            say(f"agreement of each exit with the last layer: {judgement['agreement']}")
+        seconds = monotonic() - began
+        if is_judged or seconds > next_save:
+            next_save = 2 * seconds
             parts = [part.state_dict() for part in (model, *optimisers)]
             save_run(options, model, {**state, "step": done, "parts": parts})
-        if is_judged or monotonic() > next_note:
-            next_note = monotonic() + BETWEEN_NOTES
+        if is_judged or seconds > next_note:
+            next_note = seconds + BETWEEN_NOTES
             say(f"step {done} of {options.steps}: loss {loss:.3f}")
 
 

@@ -152,7 +152,8 @@ OPTIONS: Groups = {
             "type": within(int, 1),
             "default": 100,
             "metavar": "N",
-            "help": "steps between evaluations, each with a save (one more in the first minute)",
+            "help": "steps between evaluations, each with a save; others come after 30 seconds, a"
+            " minute, two ...",
         },
         "--device": DEVICE,
     },

@@ -100,15 +100,17 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     torch.testing.assert_close(killed, whole, rtol=0, atol=0)
 
 
-def test_a_run_is_saved_early_and_goes_on_from_there(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_speaks_at_once_is_saved_early_and_goes_on_from_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(train, "FIRST_SAVE", 0.0)
     again = arguments(data, tmp_path / "run", save_every=100)
     with monkeypatch.context() as patch:
         interrupted(patch, train, "backward", 3)
         assert train.main(again) == 130
-    assert state_of(tmp_path / "run")["step"] == 1
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"[reading {data}]" and second.startswith("[step 1 of 6: loss ")
+    assert state_of(tmp_path / "run")["step"] in (1, 2)
     assert train.main(again) == 0
 
 
