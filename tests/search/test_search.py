@@ -8,13 +8,12 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import optuna
 import pytest
 import torch
 
@@ -37,14 +36,12 @@ from search.study import (
     finished,
     first_plans,
     open_study,
-    optimise,
     parameters,
     plan_of,
-    predictions_of,
     space_of,
 )
 from search.texts import Continuation, split_texts
-from tests.calls import recorded, status_of
+from tests.calls import interrupted, recorded, status_of
 from tests.configs import FAMILIES
 from tests.folders import LLAMA, write_folder
 from tests.laws import prefilled, tiny_model
@@ -72,18 +69,16 @@ def session_of(model: Decoder, **options: Any) -> Any:
     return SimpleNamespace(model=model, options=Options(**options))
 
 
-def in_memory(sampler: str = "tpe", first: Sequence[LayerPlan] = ()) -> optuna.Study:
-    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed=0))
-    for plan in first:
-        study.enqueue_trial(parameters(plan))
-    return study
-
-
 def toy(plan: LayerPlan) -> Prediction:
     """A speed-up that prefers one plan, without a model."""
     wanted = LayerPlan.skipping(plan.num_layers, [0], [0, plan.num_layers - 1])
     equal = map(operator.eq, plan.attention + plan.mlp, wanted.attention + wanted.mlp)
     return Prediction(sum(equal) / 4, 4, 0.5)
+
+
+def recording(tried: list[LayerPlan]) -> Callable[[LayerPlan], Prediction]:
+    """The toy's objective, which adds each plan to those tried."""
+    return lambda plan: tried.append(plan) or toy(plan)
 
 
 @torch.inference_mode()
@@ -119,12 +114,10 @@ def test_one_pass_measures_the_acceptance_of_every_first_draft_step(
         LayerPlan.early_exit(3, 1),
         LayerPlan.skipping(3, [0, 2], [1]),
         LayerPlan((4, FULL, 0), (8, 0, 4), head=8),
+        LayerPlan.full(3),
     ):
         expected = by_single_steps(model, plan, calibration.params, coupling)
         assert calibration.acceptance(plan) == pytest.approx(expected, abs=1e-9)
-    assert calibration.acceptance(LayerPlan.full(3)) == pytest.approx(
-        by_single_steps(model, LayerPlan.full(3), calibration.params, coupling)
-    )
 
 
 def test_the_mean_acceptance_of_a_rule_is_the_published_one() -> None:
@@ -146,13 +139,6 @@ def test_parameters_and_plan_are_inverse() -> None:
     for bits in itertools.product([FULL, *LOW_BITS, 0], repeat=4):
         plan = LayerPlan(bits[:2], bits[2:], head=bits[0] or LOW_BITS[0])
         assert plan_of(parameters(plan)) == plan
-
-
-def test_a_space_offers_every_sublayer_its_bits_and_the_head_those_that_are_not_0() -> None:
-    for bits, offered in (([8], [FULL, 8]), ([0, 8], [FULL, 8, 0])):
-        sublayers = {"attn 0": offered, "mlp 0": offered}
-        assert space_of(1, bits) == {**sublayers, "head": [FULL, 8]}
-    assert len(SPACE) == 9
 
 
 def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
@@ -201,16 +187,17 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     }
     space = {**space_of(3, [0]), "head": [FULL]}
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
-    study = in_memory(first=first_plans(importance, space))
-    optimise(study, predict, space, 32)
-    best = max(predict(plan).speedup for plan in plans)
-    assert next(iter(predictions_of(study).values())).speedup == best
+    first = first_plans(importance, space)
+    found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
+    assert found[-1] == max(predict(plan).speedup for plan in plans)
 
 
 def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
-    study, evaluate = in_memory("random"), Mock(side_effect=toy)
-    optimise(study, evaluate, space_of(1, [0, 4]), 40)  # one layer has 18 such plans
-    assert evaluate.call_count == len(predictions_of(study)) <= 18 and len(finished(study)) == 40
+    tried: list[LayerPlan] = []
+    objective = recording(tried)
+    curve = best_so_far(objective, space_of(1, [0, 4]), (), 40, SAMPLERS["random"](seed=0))
+    # one layer has 18 such plans
+    assert len(curve) == 40 and len(tried) == len({*tried}) <= 18
 
 
 def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
@@ -232,23 +219,16 @@ def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
         assert used and set().union(*used) <= {*bits, FULL}, "none but those that may be tried"
 
 
-def test_the_best_so_far_never_falls_and_the_same_seed_proposes_the_same_plans() -> None:
-    """However the sampler is called, the first plans come first."""
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_first_plans_come_first_and_a_seed_proposes_the_same_plans_after_them(
+    sampler: str,
+) -> None:
     first = [LayerPlan.full(4), LayerPlan.early_exit(4, 1)]
-    for make in SAMPLERS.values():
-        tried: list[list[LayerPlan]] = [[], []]
-        curves = [
-            best_so_far(
-                lambda plan, each=each: each.append(plan) or toy(plan),
-                SPACE,
-                first,
-                30,
-                make(seed=3),
-            )
-            for each in tried
-        ]
-        assert curves[0] == sorted(curves[0]) and len(curves[0]) == 30
-        assert tried[0] == tried[1] and tried[0][:2] == first
+    runs: list[list[LayerPlan]] = [[], []]
+    for tried in runs:
+        curve = best_so_far(recording(tried), SPACE, first, 30, SAMPLERS[sampler](seed=3))
+        assert curve == sorted(curve) and len(curve) == 30
+    assert runs[0] == runs[1] and runs[0][:2] == first
 
 
 def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() -> None:
@@ -372,18 +352,12 @@ def test_samplers_are_compared_by_searches_of_their_own(
 def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_not_pay(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    calls = itertools.count()
     confirm = command.confirm
-
-    def interrupting(self: CostModel, rate: float, step: float) -> tuple[float, int]:
-        if next(calls) == 5:
-            raise KeyboardInterrupt
-        return 1.0, 2
 
     def half_as_fast(*given: object) -> object:
         return [(chosen, {**row, "speed-up": 0.5}) for chosen, row in confirm(*given)]
 
-    monkeypatch.setattr(CostModel, "best", interrupting)
+    interrupted(monkeypatch, CostModel, "best", 6)
     monkeypatch.setattr(command, "confirm", half_as_fast)
     out = tmp_path / "plan.json"
     assert command.main(arguments(folder, "--out", out, "--trials", 100)) == 130

@@ -124,7 +124,6 @@ def test_the_command_writes_stories_until_there_are_tokens_enough(
             if who in row["prompt"]
         ]
         assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(beginnings))
-    assert len({row["response"][: corpus.DISTINCT_CHARACTERS] for row in rows}) == len(rows)
     before = out.read_bytes()
     assert write("--tokens", 500, "--out", out)[0] == 0
     assert out.read_bytes() == before, "there were tokens enough already"

@@ -103,7 +103,6 @@ def test_rows_of_a_text_without_ends_follow_one_another() -> None:
     rows = Rows(np.arange(40, dtype=np.int32), None, 9).pick(200, torch.Generator().manual_seed(0))
     assert set(rows[:, 0].tolist()) == {0, 8, 16, 24}
     assert torch.equal(rows - rows[:, :1], torch.arange(9).expand(200, 9))
-    assert Rows(np.arange(40, dtype=np.int32), None, 9).pick(1, torch.Generator()).shape == (1, 9)
 
 
 @pytest.mark.parametrize(
