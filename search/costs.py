@@ -146,8 +146,7 @@ def kept_costs(
     costs a seed proposes the same plans.
     """
     path = cache_folder() / "costs" / f"{study}.json"
+    say(f"costs of sublayers, measured once: {path}; remove it to measure them again")
     if not path.exists():
-        say("measuring the costs of sublayers")
         write_json(path, asdict(measure_costs(session, prompts, bits)))
-    say(f"costs of sublayers: {path}; remove the file to measure them again")
     return CostModel(**read_json(path))

@@ -73,7 +73,7 @@ def importances(
     layers = range(len(importance) // 2)
     for axes, (kind, title) in zip(rows, KINDS.items(), strict=True):
         axes.bar(layers, [importance[f"{kind} {layer}"] for layer in layers], color=SCALE(0.7))
-        axes.set(ylim=(0, 1.02), xticks=layers, ylabel="rejected without", title=title)
+        axes.set(ylim=(0, 1.02), xticks=layers[::2], ylabel="rejected without", title=title)
     rows[-1].set_xlabel("layer, counted from 0 as in plan files")
     for (name, points), colour in zip(lines.items(), (SCALE(0.0), SCALE(0.7)), strict=True):
         below.plot(*zip(*points, strict=True), "o-", color=colour, label=name)

@@ -153,10 +153,10 @@ def optimise(
         trial.set_user_attr("prediction", list(known[plan]))
         return known[plan].speedup
 
-    rest = trials - len(finished(study))
-    if rest > 0:  # fewer, where other processes share the study
-        enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
-        study.optimize(speedup, rest, callbacks=[enough], show_progress_bar=True)
+    # another process may share the study
+    enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+    rest = max(0, trials - len(finished(study)))
+    study.optimize(speedup, rest, callbacks=[enough], show_progress_bar=True)
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
