@@ -9,7 +9,7 @@ nothing of acceptance.
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -81,13 +81,11 @@ def seconds_of_round(
     text = Text(prompt, Rules(ROUNDS * (gamma + 1)), session.model)
     rule = session.options.rule
     how = session.options.params, rule.randomness(session.device), rule.verify
-    rounds = [
-        (len(round.drafted), perf_counter())
-        for round in speculate(session.model, cache, text, drafter, FixedLength(gamma), *how)
-    ]
+    rounds = speculate(session.model, cache, text, drafter, FixedLength(gamma), *how)
+    ended = [(len(round.drafted), perf_counter()) for round in islice(rounds, ROUNDS)]
     # The first round of a text is slower than the others; a draft may end with its text.
     seconds = [
-        after - before for (_, before), (length, after) in pairwise(rounds) if length == gamma
+        after - before for (_, before), (length, after) in pairwise(ended) if length == gamma
     ]
     if not seconds:
         raise InputError(
