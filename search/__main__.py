@@ -17,7 +17,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from functools import cache
@@ -48,6 +48,7 @@ from search.plots import best_values, front, importances
 from search.study import (
     HEAD,
     SAMPLERS,
+    Objective,
     Prediction,
     Space,
     best_so_far,
@@ -74,8 +75,6 @@ SEARCHES = {
     "random draws": ("random", True),
     "TPE without the first plans": ("tpe", False),
 }
-
-Objective = Callable[[LayerPlan], Prediction]
 
 OPTIONS: Groups = {
     "": {
@@ -177,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
     status = 0
     space = space_of(session.model.num_layers, options.bits)
     first = first_plans(study.user_attrs["importance"], space)
-    say_what_is_known(study.user_attrs["importance"], len(first), options.trials)
+    announce(study.user_attrs["importance"], len(first), options.trials)
     try:
         optimise(study, objective, space, options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
@@ -242,7 +241,7 @@ def prepare(
     study.set_user_attr("costs", asdict(costs))
 
 
-def say_what_is_known(importance: Mapping[str, float], first: int, trials: int) -> None:
+def announce(importance: Mapping[str, float], first: int, trials: int) -> None:
     """Print the importance of each sublayer, and whether the sampler is asked for any plan."""
     layers = range(len(importance) // 2)
     for kind, title in (("attn", "attention"), ("mlp", "MLP")):
@@ -264,11 +263,12 @@ def finish(
 ) -> None:
     """Confirm the best plans, print the results, and write the fastest plan.
 
-    The best early exit is confirmed too, tried or not, and so is the plan that this search wrote
-    before: neither is replaced by a slower one.
+    The best early exit is confirmed too, tried or not, if sublayers may be skipped. So is the plan
+    that this search wrote before: neither is replaced by a slower one.
     """
     layers = session.model.num_layers
-    best_exit = max(early_exits(layers), key=lambda plan: objective(plan).speedup, default=None)
+    exits = early_exits(layers) if 0 in options.bits else []
+    best_exit = max(exits, key=lambda plan: objective(plan).speedup, default=None)
     plans = dict.fromkeys([*islice(predictions_of(study), CONFIRMED), best_exit])
     if options.out is None and out.exists():
         plans |= {read_plan(out, layers, session.folder).plan: None}
@@ -361,8 +361,8 @@ def compare_samplers(
     draw those so far.
     """
     curves: dict[str, list[list[float]]] = {}
-    for name, (sampler, starts) in SEARCHES.items():
-        plans = first if starts else ()
+    for name, (sampler, tries_first) in SEARCHES.items():
+        plans = first if tries_first else ()
         curves[name] = [
             best_so_far(objective, space, plans, options.trials, SAMPLERS[sampler](seed=seed))
             for seed in range(options.compare_samplers)

@@ -47,6 +47,9 @@ class Prediction(NamedTuple):
     acceptance: float
 
 
+Objective = Callable[[LayerPlan], Prediction]
+
+
 def parameters(plan: LayerPlan) -> dict[str, int]:
     """Return Optuna's parameters of a plan."""
     attention = {f"attn {layer}": bits for layer, bits in enumerate(plan.attention)}
@@ -129,9 +132,7 @@ def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan
     ]
 
 
-def optimise(
-    study: optuna.Study, objective: Callable[[LayerPlan], Prediction], space: Space, trials: int
-) -> None:
+def optimise(study: optuna.Study, objective: Objective, space: Space, trials: int) -> None:
     """Run trials until the study has ``trials`` finished ones.
 
     A plan that was tried before keeps its value and is not evaluated again; a random neighbour of
@@ -171,7 +172,7 @@ def predictions_of(study: optuna.Study) -> dict[LayerPlan, Prediction]:
 
 
 def best_so_far(
-    objective: Callable[[LayerPlan], Prediction],
+    objective: Objective,
     space: Space,
     first: Iterable[LayerPlan],
     trials: int,

@@ -318,14 +318,17 @@ def test_a_plan_that_the_search_did_not_make_stays_and_its_own_is_only_replaced_
         assert before in confirmed[0]
 
 
+@pytest.mark.parametrize("bits", [(0, 4), (4,)])
 @pytest.mark.usefixtures("known_costs")
 def test_the_best_early_exit_is_confirmed_whichever_plans_were_tried(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    bits: tuple[int, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "first_plans", lambda *_: [LayerPlan.full(2).in_bits(4)])
+    """Unless nothing may be skipped."""
+    low = LayerPlan.full(2).in_bits(4, head=4)
+    monkeypatch.setattr(command, "first_plans", lambda *_: [low])
     confirmed = recorded(monkeypatch, command, "confirm", lambda *given: {*given[2]})
-    assert command.main(arguments(folder, "--trials", 1)) == 0
-    assert confirmed == [{LayerPlan.full(2).in_bits(4), LayerPlan.early_exit(2, 1)}]
+    assert command.main(arguments(folder, "--trials", 1, "--bits", *bits)) == 0
+    assert confirmed == [{low} | ({LayerPlan.early_exit(2, 1)} if 0 in bits else set())]
 
 
 def test_costs_are_measured_once_for_all_studies_of_a_name(
