@@ -291,14 +291,15 @@ def finish(
         "study": study.study_name,
     }
     write_plan(out, kept, settings["model"], provenance)
-    result = f"drafts of up to {kept.gamma} tokens"
-    if not pays:
-        result = "no plan beats plain decoding, so --draft skip decodes plainly"
-    say(f"{out}: {measured['speed-up']:.2f} times plain decoding, {result}")
+    result = f"{out}: {measured['speed-up']:.2f} times plain decoding"
     if pays:
-        place = "" if out == session.folder / "plan.json" else f" --plan {shlex.quote(str(out))}"
-        name = shlex.quote(options.model)
-        say(f'to use it: python generate.py "Your prompt" --model {name} --draft skip{place}')
+        say(f"{result}, drafts of up to {kept.gamma} tokens")
+        say(
+            f'to use it: python generate.py "Your prompt" --model {shlex.quote(options.model)}'
+            f" --draft skip --plan {shlex.quote(str(out))}"
+        )
+    else:
+        say(f"{result}: no plan beats plain decoding, so --draft skip decodes plainly")
 
 
 def confirm(
