@@ -57,7 +57,7 @@ Model = structure(
     {
         "layers embedding norm": c_void_p,
         "head": Matrix,
-        "num_layers kind hidden heads key_heads size": c_long,
+        "num_layers kind hidden heads key_heads size newest": c_long,
         "embedding_scale eps scale soft_cap final_soft_cap": c_float,
         "is_gelu": c_int32,
     },

@@ -148,6 +148,7 @@ class Weights:
             heads=config.num_heads,
             key_heads=config.num_kv_heads,
             size=config.head_dim,
+            newest=plan.window or 0,
             embedding_scale=model.embedding_scale,
             eps=config.norm_eps,
             scale=config.attention_scale,
@@ -215,7 +216,14 @@ def steps_of(calls: Sequence[tuple[Tensor, KVCache, int]]) -> Iterator[list[ctyp
 
 
 def attend_by_flash(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    newest: int | None = None,
 ) -> Tensor:
     """Compute ``model.layers.attend_causally`` by torch's fused kernel, without a mask where the
     last T of S positions attend to all before them.
@@ -227,8 +235,9 @@ def attend_by_flash(
     """
     count = q.shape[2]
     size = k.shape[2]
-    if count in (1, size) or soft_cap is not None or (window is not None and size > window):
-        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap)
+    is_hidden = size > min(window or size, newest or size)
+    if count in (1, size) or soft_cap is not None or is_hidden:
+        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap, newest=newest)
     before = size - count
     chunk = FLASH(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
     earlier = FLASH(q, k[:, :, :before], v[:, :, :before], scale=scale)

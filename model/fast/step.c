@@ -27,6 +27,7 @@ typedef struct {
     const float *norm;     /* [hidden] */
     Matrix head;
     long num_layers, kind, hidden, heads, key_heads, size; /* kind of the cache; size of a head */
+    long newest; /* positions that the plan shows beside the first SINKS; 0 if it shows all */
     float embedding_scale, eps, scale, soft_cap, final_soft_cap; /* soft caps: 0 if there is none */
     int32_t is_gelu;
 } Model;
@@ -49,6 +50,7 @@ typedef struct {
     const Layer *layer;
     const Span *spans;
     long num_spans, rows, chunks, least_chunks; /* of positions; of a claim */
+    long sinks;                                 /* the chunk of the first positions, or -1 */
     const Matrix *matrices; /* of project, and its inputs and products */
     const float *x;
     char *inputs;
@@ -140,7 +142,23 @@ static void rotate(float *head, const float *cos, const float *sin, long half) {
 
 /* Attention, in chunks of positions. */
 
-enum { CHUNK = 512, MOST_QUERIES = 12, SHARE_SCORES = 1 << 11 };
+enum { CHUNK = 512, MOST_QUERIES = 12, SHARE_SCORES = 1 << 11, SINKS = 4 };
+
+/* Positions [range[0], range[1]) that a row at ``position`` reads of a chunk. Where the plan's
+ * window hides some, the first ones are a chunk of their own. */
+static void find_visible(const Step *s, long chunk, long position, long range[2]) {
+    long oldest = most(0, position + 1 - s->layer->window), low = chunk * CHUNK;
+    long newest = most(oldest, position + 1 - s->model->newest);
+    if (!s->model->newest || newest <= SINKS) /* nothing is hidden */
+        newest = oldest;
+    if (chunk == s->sinks) {
+        range[0] = oldest;
+        range[1] = newest > oldest ? most(oldest, SINKS) : oldest;
+    } else {
+        range[1] = most(low, least(low + CHUNK, position + 1));
+        range[0] = least(range[1], most(low, newest));
+    }
+}
 
 /* Norms and rotary embeddings of a span's heads; its keys and values go into the cache. */
 static void write_entries(void *argument, long piece) {
@@ -243,41 +261,39 @@ static void attend_to_chunk(void *argument, long piece) {
     long chunk = piece % s->chunks, head = piece / s->chunks % model->key_heads;
     const Span *span = &s->spans[piece / s->chunks / model->key_heads];
     long size = model->size, kind = model->kind, groups = model->heads / model->key_heads;
-    long rows = span->rows, window = s->layer->window, stride = s->chunks * (size + 2);
-    long low = chunk * CHUNK, high = low + CHUNK, last = span->position + rows;
-    long first = most(low, span->position + 1 - window);
+    long rows = span->rows, stride = s->chunks * (size + 2);
+    float *parts = s->parts + (span->row * model->heads + head * groups) * stride;
+    parts += chunk * (size + 2);
+    long visible[rows][2];
+    for (long row = 0; row < rows; row++)
+        find_visible(s, chunk, span->position + row, visible[row]);
+    long first = visible[0][0], last = visible[rows - 1][1];
     char *const *entries = span->text->entries + 2 * (s->layer - model->layers);
     const char *keys = entries[0] + head * span->text->head_bytes;
     const char *values = entries[1] + head * span->text->head_bytes;
     long place = (head * s->rows + span->row) * groups;
     float scores[rows * groups][CHUNK];
-    for (long key = first; key < least(high, last); key += BLOCK) /* the weights of a product */
-        multiply(kind, keys + key * row_bytes(kind, size), least(BLOCK, least(high, last) - key),
+    for (long key = first; key < last; key += BLOCK) /* the weights of a product */
+        multiply(kind, keys + key * row_bytes(kind, size), least(BLOCK, last - key),
                  s->queries + place * input_bytes(kind, size), rows * groups, size,
                  scores[0] + key - first, CHUNK);
     float sums[rows * groups][size];
     memset(sums, 0, sizeof sums);
-    long begins[rows], ends[rows]; /* of the positions that a row reads */
-    for (long row = 0; row < rows; row++) {
-        ends[row] = most(low, least(high, span->position + row + 1));
-        begins[row] = least(ends[row], most(low, span->position + row + 1 - window));
-    }
     /* What all rows read is added for all at once; what comes before and after, row by row. */
-    long common = begins[rows - 1], until = most(common, ends[0]);
-    float *parts = s->parts + (span->row * model->heads + head * groups) * stride;
-    parts += chunk * (size + 2);
+    long common = visible[rows - 1][0], until = most(common, visible[0][1]);
     for (long row = 0; row < rows; row++) {
+        long begin = visible[row][0], end = visible[row][1];
         for (long group = 0; group < groups; group++) {
-            float *of = scores[row * groups + group] + begins[row] - first;
-            float *sum = parts + (row * model->heads + group) * stride + size;
-            weigh(model, of, ends[row] - begins[row], sum);
+            float *of = scores[row * groups + group] + begin - first;
+            weigh(model, of, end - begin, parts + (row * model->heads + group) * stride + size);
         }
-        attend_to(kind, groups, values, first, begins[row], least(common, ends[row]), size,
+        attend_to(kind, groups, values, first, begin, least(common, end), size,
                   scores[row * groups], sums[row * groups], size);
     }
     attend_to(kind, rows * groups, values, first, common, until, size, scores[0], sums[0], size);
     for (long row = 0; row < rows; row++) {
-        attend_to(kind, groups, values, first, most(begins[row], until), ends[row], size,
+        long begin = most(visible[row][0], until);
+        attend_to(kind, groups, values, first, begin, visible[row][1], size,
                   scores[row * groups], sums[row * groups], size);
         for (long group = 0; group < groups; group++)
             memcpy(parts + (row * model->heads + group) * stride, sums[row * groups + group],
@@ -296,6 +312,8 @@ static void join_chunks(void *argument, long piece) {
             largest = parts[chunk * stride + size + 1];
     memset(out, 0, 4 * size);
     for (long chunk = 0; chunk < s->chunks; chunk++, parts += stride) {
+        if (parts[size] == 0.0f) /* the row reads nothing of this chunk */
+            continue;
         float factor = exponential(parts[size + 1] - largest);
         total += parts[size] * factor;
         for (long i = 0; i < size; i++)
@@ -399,6 +417,7 @@ void step(const Model *model, const Text *texts, long count, float *logits) {
     }
     s.spans = spans;
     s.chunks = (positions + CHUNK - 1) / CHUNK;
+    s.sinks = model->newest ? s.chunks++ : -1;
     long queries = least(s.rows, span_rows) * (model->heads / model->key_heads);
     long scores = least(positions, CHUNK) * queries;
     s.least_chunks = SHARE_SCORES / scores + 1;

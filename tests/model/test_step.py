@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,10 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(
     name: str, dtype: torch.dtype, bits: int | None
 ) -> None:
     """Logits and cache entries, alone and in steps of 2 to 17, 64 and 65 rows, across windows; in
-    low bits too, beside a skipped sublayer.
+    low bits too, beside a skipped sublayer, and across the window of a plan.
     """
     model, text = accelerate(random_model(name, dtype)), tokens_for(30 + COUNTS[-1])
-    plan = bits and LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
+    plan = bits and replace(LayerPlan.skipping(3, [1], []).in_bits(bits, bits), window=32)
     caches = model.new_cache(128), model.new_cache(128)
     for cache in caches:
         model.prefill(text[:, :30], cache)
