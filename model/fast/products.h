@@ -157,15 +157,16 @@ enum { ROUNDER = 3 << 22 }; /* float32 numbers of this size have no fraction: ad
 INLINE float exponential(float x) { /* to two units in the last place, with x in -87 ... 88 */
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
-    float shifted = x * 1.4426950408889634f + ROUNDER, power = shifted - ROUNDER;
-    float r = (x - power * 0.693359375f) - power * -2.12194440e-4f; /* both: log 2 */
+    float shifted = __builtin_fmaf(x, 1.4426950408889634f, ROUNDER), power = shifted - ROUNDER;
+    float r = __builtin_fmaf(power, -0.693359375f, x); /* less log 2, in two parts */
+    r = __builtin_fmaf(power, 2.12194440e-4f, r);
     float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = __builtin_fmaf(p, r, 1.3981999507e-3f);
+    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
+    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
+    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
+    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
+    p = __builtin_fmaf(p * r, r, r) + 1.0f;
     return p * as_float((bits_of(shifted) << 23) + 0x3F800000);
 }
 

@@ -48,7 +48,7 @@ typedef struct { /* up to QUERIES query heads of a text, which read its keys and
 typedef struct {
     const Model *model;
     const Layer *layer;
-    const Span *spans;
+    Span *spans;
     long num_spans, rows, chunks, least_chunks; /* of positions; of a claim */
     long sinks;                                 /* the chunk of the first positions, or -1 */
     const Matrix *matrices; /* of project, and its inputs and products */
@@ -143,6 +143,7 @@ static void rotate(float *head, const float *cos, const float *sin, long half) {
 /* Attention, in chunks of positions. */
 
 enum { CHUNK = 512, MOST_QUERIES = 24, SHARE_SCORES = 1 << 11, SINKS = 4 };
+enum { MOST_ROWS = 64, MOST_PARTS = 1 << 22 }; /* rows of a prompt, and numbers, at a time */
 
 /* Positions [range[0], range[1]) that a row at ``position`` reads of a chunk. Where the plan's
  * window hides some, the first ones are a chunk of their own. */
@@ -160,14 +161,20 @@ static void find_visible(const Step *s, long chunk, long position, long range[2]
     }
 }
 
+/* Place of a row's rounded query. Those that read the same keys lie side by side. */
+static char *query_of(const Step *s, long row, long head) {
+    long groups = s->model->heads / s->model->key_heads;
+    long place = (head / groups * s->rows + row) * groups + head % groups;
+    return s->queries + place * input_bytes(s->model->kind, s->model->size);
+}
+
 /* Norms and rotary embeddings of a span's heads; its keys and values go into the cache. */
 static void write_entries(void *argument, long piece) {
     Step *s = argument;
     const Model *model = s->model;
     const Span *span = &s->spans[piece];
     long size = model->size, half = size / 2, kind = model->kind;
-    long heads = model->heads, key_heads = model->key_heads, groups = heads / key_heads;
-    long all = heads + 2 * key_heads;
+    long heads = model->heads, key_heads = model->key_heads, all = heads + 2 * key_heads;
     for (long number = 0; number < span->rows * all; number++) {
         long row = span->row + number / all, head = number % all; /* of queries, keys, values */
         long position = span->position + number / all, of_key = head - heads;
@@ -178,8 +185,7 @@ static void write_entries(void *argument, long piece) {
         if (of_key < key_heads)
             rotate(x, s->layer->cos + position * half, s->layer->sin + position * half, half);
         if (head < heads) {
-            long place = (head / groups * s->rows + row) * groups + head % groups;
-            round_inputs(kind, x, size, s->queries + place * input_bytes(kind, size));
+            round_inputs(kind, x, size, query_of(s, row, head));
             continue;
         }
         char *entry = span->text->entries[2 * (s->layer - model->layers) + of_key / key_heads];
@@ -372,10 +378,8 @@ static void attend_to_chunk(void *argument, long piece) {
     char *const *entries = span->text->entries + 2 * (s->layer - model->layers);
     const char *keys = entries[0] + head * span->text->head_bytes;
     const char *values = entries[1] + head * span->text->head_bytes;
-    long place = (head * s->rows + span->row) * groups;
     float scores[queries][CHUNK];
-    score_keys(model, queries, keys, first, last,
-               s->queries + place * input_bytes(kind, model->size), scores[0]);
+    score_keys(model, queries, keys, first, last, query_of(s, span->row, head * groups), scores[0]);
     uint16_t narrowed[weight_bytes(kind) == 2 ? queries : 1][CHUNK];
     for (long query = 0; query < queries; query++) {
         long begin = visible[query / groups][0] - first, end = visible[query / groups][1] - first;
@@ -431,18 +435,44 @@ static void join_chunks(void *argument, long piece) {
         s->attended[piece * s->model->size + i] = sums[lane_of(s->model->kind, i)] / total;
 }
 
+/* Divide the rows of texts into spans, and the positions into chunks. */
+static void divide(Step *s, const Text *texts, long count) {
+    long groups = s->model->heads / s->model->key_heads, positions = 0, first = 0;
+    long most_rows = most(1, MOST_QUERIES / groups);
+    for (const Text *text = texts; text < texts + count; text++) {
+        s->rows += text->rows;
+        positions = most(positions, text->start + text->rows);
+    }
+    s->spans = room(SPANS, s->rows * sizeof(Span));
+    for (const Text *text = texts; text < texts + count; first += text->rows, text++)
+        for (long row = 0; row < text->rows; row += most_rows)
+            s->spans[s->num_spans++] = (Span){text, first + row, text->start + row,
+                                              least(most_rows, text->rows - row)};
+    s->chunks = (positions + CHUNK - 1) / CHUNK;
+    s->sinks = s->model->newest ? s->chunks++ : -1;
+    s->least_chunks =
+        SHARE_SCORES / (least(positions, CHUNK) * least(s->rows, most_rows) * groups) + 1;
+}
+
+/* Attention of rounded queries to all keys: s->attended. */
+static void attend_to_keys(Step *s) {
+    const Model *model = s->model;
+    long size = padded(model->size);
+    s->parts = room(CHUNKS, 4 * s->rows * model->heads * s->chunks * (size + 2));
+    run(attend_to_chunk, s, s->num_spans * model->key_heads * s->chunks, s->least_chunks);
+    run(join_chunks, s, s->rows * model->heads, SHARE / (s->chunks * size) + 1);
+}
+
 /* Attention sublayer (model.layers.Attention): [rows, hidden] -> the same shape. */
 static void attention(Step *s, const float *x, float *out) {
     const Model *model = s->model;
     long size = model->size, heads = model->heads, rows = s->rows;
     s->qkv = room(QKV, 4 * rows * (heads + 2 * model->key_heads) * size);
     s->queries = room(QUERIES, rows * heads * input_bytes(model->kind, size));
-    s->parts = room(CHUNKS, 4 * rows * heads * s->chunks * (padded(size) + 2));
     s->attended = room(ATTENDED, 4 * rows * heads * size);
     project(s, s->layer->qkv, 3, x, model->hidden, s->qkv);
     run(write_entries, s, s->num_spans, SHARE / (heads * size) + 1);
-    run(attend_to_chunk, s, s->num_spans * model->key_heads * s->chunks, s->least_chunks);
-    run(join_chunks, s, rows * heads, SHARE / (s->chunks * size) + 1);
+    attend_to_keys(s);
     project(s, &s->layer->o, 1, s->attended, heads * size, out);
 }
 
@@ -508,27 +538,11 @@ static void embed(const Model *model, const Text *text, float *x) {
 /* Logits [rows of all texts, vocab]; keys and values of the rows are written into the caches. */
 void step(const Model *model, const Text *texts, long count, float *logits) {
     Step s = {.model = model};
-    long hidden = model->hidden, positions = 0;
-    long span_rows = most(1, MOST_QUERIES / (model->heads / model->key_heads));
-    for (const Text *text = texts; text < texts + count; text++) {
-        s.rows += text->rows;
-        positions = most(positions, text->start + text->rows);
-    }
+    long hidden = model->hidden, first = 0; /* row of a text */
+    divide(&s, texts, count);
     float *x = room(X, 4 * s.rows * hidden);
-    Span *spans = room(SPANS, s.rows * sizeof(Span));
-    long first = 0; /* row of a text */
-    for (const Text *text = texts; text < texts + count; first += text->rows, text++) {
+    for (const Text *text = texts; text < texts + count; first += text->rows, text++)
         embed(model, text, x + first * hidden);
-        for (long row = 0; row < text->rows; row += span_rows)
-            spans[s.num_spans++] = (Span){text, first + row, text->start + row,
-                                          least(span_rows, text->rows - row)};
-    }
-    s.spans = spans;
-    s.chunks = (positions + CHUNK - 1) / CHUNK;
-    s.sinks = model->newest ? s.chunks++ : -1;
-    long queries = least(s.rows, span_rows) * (model->heads / model->key_heads);
-    long scores = least(positions, CHUNK) * queries;
-    s.least_chunks = SHARE_SCORES / scores + 1;
     for (long layer = 0; layer < model->num_layers; layer++)
         block(&s, &model->layers[layer], x);
     for (long row = 0; row < s.rows; row++)
@@ -536,4 +550,33 @@ void step(const Model *model, const Text *texts, long count, float *logits) {
     project(&s, &model->head, 1, x, hidden, logits);
     if (model->final_soft_cap)
         cap(logits, s.rows * model->head.rows, model->final_soft_cap);
+}
+
+static void round_queries(void *argument, long row) {
+    Step *s = argument;
+    long size = s->model->size, heads = s->model->heads;
+    for (long head = 0; head < heads; head++)
+        round_inputs(s->model->kind, s->x + (row * heads + head) * size, size,
+                     query_of(s, row, head));
+}
+
+int has_pairs(void) { return HAS_PAIRS; }
+
+/* Attention of a prompt's rows, whose entries are in a cache of one layer (model.layers.attend_
+ * causally): queries [rows, heads, size], with their rotary embeddings -> the same shape. */
+void attend(const Model *model, const Text *text, const float *queries, float *out) {
+    long heads = model->heads, numbers = heads * model->size; /* of a row */
+    long chunks = (text->start + text->rows) / CHUNK + 2;
+    long rows = most(1, least(MOST_ROWS, MOST_PARTS / (chunks * heads * padded(model->size))));
+    for (long row = 0; row < text->rows; row += rows) {
+        Text part = *text;
+        part.start += row;
+        part.rows = least(rows, text->rows - row);
+        Step s = {.model = model, .layer = model->layers, .x = queries + row * numbers};
+        divide(&s, &part, 1);
+        s.queries = room(QUERIES, s.rows * heads * input_bytes(model->kind, model->size));
+        s.attended = out + row * numbers;
+        run(round_queries, &s, s.rows, SHARE / numbers + 1);
+        attend_to_keys(&s);
+    }
 }

@@ -205,14 +205,35 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 
 
 @torch.inference_mode()
-def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
+def test_a_prompt_is_read_in_float32_where_the_processor_does_not_multiply_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its entries are then nearer to those of float32 weights."""
+    narrow = random_model("qwen2")
+    text = tokens_for(60)
+    errors = []
+    for has_pairs in (1, 0):
+        monkeypatch.setattr(compiled.library(), "has_pairs", lambda has=has_pairs: has)
+        found = []
+        for readable in (narrow, copy.deepcopy(narrow).float()):
+            model = accelerate(copy.deepcopy(readable))
+            cache = model.new_cache(60)
+            model.prefill(text, cache)
+            found.append(torch.stack(entries(cache)).float())
+        errors.append((found[0] - found[1]).abs().mean())
+    assert 0 < errors[1] < errors[0]
+
+
+@torch.inference_mode()
+def test_the_products_of_a_prompt_are_torchs_and_long_calls_are_cut_into_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, text = accelerate(random_model("llama")), tokens_for(200)
     cache, call = model.new_cache(200), Mock(wraps=compiled.call)
     monkeypatch.setattr("model.fast.cpu.call", call)
     model.prefill(text[:, :100], cache)
-    assert not call.called and cache.length == 100
+    assert {each.args[0] for each in call.call_args_list} == {"attend"} and cache.length == 100
+    call.reset_mock()
     model(text[:, 100:], cache, 100)
     assert [each.args[2][0].rows for each in call.call_args_list] == [64, 36]
     assert cache.length == 200
