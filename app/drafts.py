@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 BITS = 4  # of a low-bit draft by default
 PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
+WINDOW = 512  # newest tokens that drafts of auto may see instead of all, in a text of
+LONG = 2048  # tokens or more
+PRIOR_WINDOW = 0.8  # acceptance of such a draft
+SHORT = 512  # tokens up to which costs hardly depend on a text's length
 START_GREEDY = 0.8  # first threshold of Draft & Verify's adaptive exit
 START_SAMPLED = 0.5
 # For costs by bytes: work beside the weights, per round or draft step, in bytes read meanwhile;
@@ -141,7 +145,8 @@ def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
         chosen = read_plan(Path(options.plan or shipped), layers, folder)
     else:
         return None
-    return replace(chosen, plan=chosen.plan.in_bits(options.bits)) if options.bits else chosen
+    plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
+    return replace(chosen, plan=replace(plan, window=options.window or plan.window))
 
 
 def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, DraftPlan]:
@@ -195,8 +200,8 @@ def self_draft(
 
 
 def plan_in_words(plan: LayerPlan) -> str:
-    """Return the layer of a plan's exit or its number of skipped sublayers, and the bits of the
-    others.
+    """Return the layer of a plan's exit or its number of skipped sublayers, the bits of the others,
+    and the plan's window.
     """
     attention = plan.skipped_attention
     mlp = plan.skipped_mlp
@@ -209,7 +214,8 @@ def plan_in_words(plan: LayerPlan) -> str:
     else:
         words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers"
         words += ", others" if bits else ""
-    return f"{words} in {bits} bits" if bits else words
+    words += f" in {bits} bits" if bits else ""
+    return f"{words}, newest {plan.window} tokens" if plan.window else words
 
 
 def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
@@ -303,6 +309,8 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
     plans: dict[str, LayerPlan] = {}
     priors: dict[str, float] = {}
     found = optional_plans(sample.options, session.folder, model.num_layers)
+    if sample.source.longest >= LONG:
+        found |= short_sighted(found)
     for name, chosen in found.items():
         is_fast = model.abilities.low_bits or not chosen.plan.has_low_bits
         if is_fast and has_memory_for(model, [chosen.plan, *plans.values()]):
@@ -310,29 +318,48 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
             priors |= {name: chosen.kept_share} if chosen.kept_share else {}
     drafters["lookup"] = lookup(session, sample, slot, target).drafter
     is_free = draws_alike(sample) and model.abilities.why_rows_vary is None
-    if not is_free:
-        costs = costs_by_bytes(session, plans)
-        estimates = Estimates()
-    else:
-        if session.estimates is None:
-            session.estimates = Estimates()
-        estimates = session.estimates
-        costs = session.costs.get(tuple(plans.values()))
-        if costs is None:
-            costs = measured_costs(model, slot.cache, plans)
-            session.costs[tuple(plans.values())] = costs
+    if is_free and session.estimates is None:
+        session.estimates = Estimates()
+    known = session.costs.setdefault(tuple(plans.values()), {}) if is_free else {}
+
+    def costs(length: int) -> Costs:
+        """Return the costs at a length of the text, which count anew where it has doubled."""
+        at_most = 1 << (max(SHORT, length) - 1).bit_length()
+        if at_most not in known:
+            at_hand = {
+                name: plan for name, plan in plans.items() if not plan.window or at_most > LONG
+            }
+            known[at_most] = (
+                measured_costs(model, slot.cache, at_hand)
+                if is_free
+                else costs_by_bytes(session, at_hand, at_most)
+            )
+        return known[at_most]
+
+    costs(len(sample.source.tokens))  # measured before the text is timed
     by_confidence = session.device.type == "cpu"  # a GPU would synchronise for each token
+    estimates = session.estimates if is_free else None
     chooser = Auto(drafters, costs, estimates, priors=priors, by_confidence=by_confidence)
     names = [*map(plan_in_words, plans.values()), "prompt lookup"]
     return Way(f"chosen each round: {'; '.join(names)}", chooser, chooser)
 
 
-def costs_by_bytes(session: Session, plans: dict[str, LayerPlan]) -> Costs:
-    """Return the costs of draft steps and rows by the bytes of weights that they read."""
+def short_sighted(plans: dict[str, DraftPlan]) -> dict[str, DraftPlan]:
+    """Return these plans, but those that have one, with a window."""
+    return {
+        f"{name}, newest": DraftPlan(replace(chosen.plan, window=WINDOW), kept_share=PRIOR_WINDOW)
+        for name, chosen in plans.items()
+        if not chosen.plan.window
+    }
+
+
+def costs_by_bytes(session: Session, plans: dict[str, LayerPlan], positions: int) -> Costs:
+    """Return the costs of draft steps and rows after ``positions``, by the bytes that they read."""
     from decoding.auto import Costs
 
     def reading(plan: LayerPlan) -> float:
-        return bytes_read(session.config, plan, session.model.dtype.itemsize) + ROUND_OVERHEAD
+        itemsize = session.model.dtype.itemsize
+        return bytes_read(session.config, plan, itemsize, positions) + ROUND_OVERHEAD
 
     full = reading(LayerPlan.full(session.model.num_layers))
     steps = {name: reading(plan) / full for name, plan in plans.items()}

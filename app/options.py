@@ -40,6 +40,7 @@ USEFUL_WITH = {  # kinds of draft on which an option has an effect
     "plan": ("skip", "auto"),
     "exit_layer": ("exit",),
     "bits": ("lowbit", "exit", "skip"),
+    "window": ("lowbit", "exit", "skip"),
     "draft_model": ("model",),
     "gamma": LENGTH_IS_FREE,
     "adaptive": ("exit", "lowbit", "skip", "model", "class"),
@@ -136,6 +137,14 @@ class Options:
         group="drafting",
         metavar="B",
         choices=LOW_BITS,
+    )
+    window: int | None = option(
+        int,
+        None,
+        "newest tokens that lowbit, exit and skip see, with the first few (default: all)",
+        group="drafting",
+        metavar="N",
+        least=1,
     )
     draft_model: str | None = option(
         str, None, "folder or name of the model that drafts", group="drafting", metavar="DIR"

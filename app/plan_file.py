@@ -1,9 +1,10 @@
 """Plan files: the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
-"mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``,
-``threshold``, ``kept_share``, and ``model``, the fingerprint of the model for which the plan was
-made; and the provenance that a search writes.
+"mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``window``,
+the number of the newest tokens that the draft sees; ``gamma``, ``threshold``, ``kept_share``, and
+``model``, the fingerprint of the model for which the plan was made; and the provenance that a
+search writes.
 """
 
 import math
@@ -22,7 +23,7 @@ GAMMA = 4  # tokens drafted per round by default
 LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
-READ = {*SUBLAYERS, "bits", "head_bits", "gamma", "threshold", "kept_share", "model"}
+READ = {*SUBLAYERS, "bits", "head_bits", "window", "gamma", "threshold", "kept_share", "model"}
 PROVENANCE = {
     "acceptance_rate",
     "predicted_speedup",
@@ -65,6 +66,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
     content = {
         "attn": plan.skipped_attention,
         "mlp": plan.skipped_mlp,
+        "window": plan.window,
         "gamma": chosen.gamma,
         "threshold": chosen.threshold,
         "kept_share": chosen.kept_share,
@@ -112,13 +114,14 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         bits = dict.fromkeys(SUBLAYERS, [bits] * num_layers)
     head = raw.get("head_bits", FULL)
     check(whole_numbers([head], WIDTHS), "head_bits", "4, 8 or 16")
-    for key, kinds, most, wanted in (
-        ("gamma", (int,), math.inf, "a whole number of at least 0"),
-        ("threshold", (int, float), 1, "a number from 0 to 1"),
-        ("kept_share", (int, float), 1, "a number from 0 to 1"),
+    for key, kinds, least, most, wanted in (
+        ("window", (int,), 1, math.inf, "a whole number of at least 1"),
+        ("gamma", (int,), 0, math.inf, "a whole number of at least 0"),
+        ("threshold", (int, float), 0, 1, "a number from 0 to 1"),
+        ("kept_share", (int, float), 0, 1, "a number from 0 to 1"),
     ):
         value = raw.get(key)
-        check(value is None or (type(value) in kinds and 0 <= value <= most), key, wanted)
+        check(value is None or (type(value) in kinds and least <= value <= most), key, wanted)
     runs = (
         tuple(
             0 if layer in skipped[name] else width
@@ -126,7 +129,7 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         )
         for name in SUBLAYERS
     )
-    plan = LayerPlan(*runs, head)
+    plan = LayerPlan(*runs, head, raw.get("window"))
     return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("kept_share"))
 
 

@@ -147,7 +147,7 @@ class Session:
         self.prepared: set[LayerPlan] = set()
         # of all texts that no draft length can change
         self.estimates: Estimates | None = None
-        self.costs: dict[tuple[LayerPlan, ...], Costs] = {}
+        self.costs: dict[tuple[LayerPlan, ...], dict[int, Costs]] = {}
         if model is not None:
             self.model = model
 

@@ -64,10 +64,17 @@ OPTIONS: Groups = {
             "help": f"libraries to measure too, with commas: {AGAINST}",
         },
         "--only": {
-            "choices": sections.SECTIONS,
+            "choices": [name for name in sections.SECTIONS if name != "context"],
             "nargs": "+",
-            "default": ("costs", "speed", "first-token"),
-            "help": "sections to measure (default: all but structured and together)",
+            "default": (),
+            "help": "sections to measure (default: costs, speed and first-token)",
+        },
+        "--context": {
+            "type": within(int, 1),
+            "nargs": "+",
+            "default": (),
+            "metavar": "N",
+            "help": "measure texts after prompts of N tokens, beside them only what --only names",
         },
         "--prompts": {
             "choices": [*PROMPTS, "stories"],
@@ -132,8 +139,10 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, str, list[Row]]
     for shape in options.shape or ():
         yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
     bench = None if options.shape else prepare(options)
+    of_context = ["context"] if options.context else []
+    wanted = [*options.only, *of_context] or sections.DEFAULT
     for name, section in sections.SECTIONS.items():
-        if bench and name in options.only:
+        if bench and name in wanted:
             yield name, f"{bench.session.name}: {section.__doc__.splitlines()[0]}", section(bench)
 
 
@@ -162,7 +171,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
             libraries |= ways.LIBRARIES[name](session, file, *drafting)
     drafts = ways.find_drafts(session, *drafting)
     turns = 1 if options.quick else sections.TURNS
-    return sections.Bench(session, cases, drafts, libraries, turns)
+    return sections.Bench(session, cases, drafts, libraries, turns, options.context)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ PANELS = {
     "costs": ("Costs of steps", "plain rounds", "step", None),
     "speed": ("Speed-up over plain decoding", "speed-up", "decoder", None),
     "structured": ("Speed-up under JSON schemas", "speed-up", "decoder", None),
+    "context": ("Speed-up after long prompts", "context", "speed-up", "decoder"),
     "first-token": ("Time to the first token", "tokens", "ms", "decoder"),
     "together": ("Texts written together", "texts", "tokens/s", "decoder"),
     "shapes": ("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from app.drafts import draft_of
+from app.drafts import WINDOW, draft_of
 from app.files import read_json
 from app.options import Options
 from app.session import Session
@@ -24,6 +24,7 @@ from benchmark.shapes import ROWS, measure_costs
 from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
 from decoding.rounds import Statistics
+from search.texts import PROMPTS
 
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of texts whose first token is timed
 LONGEST_IF_QUICK = 1024
@@ -32,6 +33,7 @@ STRUCTURED_TOKENS = 256  # of the longest text under a schema
 # drafts nothing but the tokens that a schema forces
 FORCED = {"draft": f"{Path(__file__).with_name('forced.py')}:Forced", "gamma": 15}
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
+DOCUMENTS = Path(__file__).parents[1] / "docs"
 TURNS = 3  # of all but the texts of "speed", of which there are many
 
 
@@ -46,6 +48,7 @@ class Bench:
     drafts: dict[str, Options]
     libraries: dict[str, Way] = field(default_factory=dict)
     turns: int = TURNS
+    contexts: Sequence[int] = ()  # tokens of long prompts
 
     def compare(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
@@ -122,7 +125,10 @@ def structured_section(bench: Bench) -> list[Row]:
     for name, each in read_json(SCHEMAS).items():
         schema = json.dumps(each["schema"])
         ids = session.encode(each["request"], session.options.merged({"json_schema": schema}))
-        cases += [Case(name, ids, STRUCTURED_TOKENS, turn, schema) for turn in range(bench.turns)]
+        cases += [
+            Case(name, ids, STRUCTURED_TOKENS, turn, schema, reads_prompt=False)
+            for turn in range(bench.turns)
+        ]
     drafts = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
     return bench.compare({"forced": session.options.merged(FORCED), **drafts}, {}, cases)
 
@@ -145,6 +151,36 @@ def first_token_section(bench: Bench) -> list[Row]:
         if length <= longest
         for row in bench.compare({}, others, [Case("", [0] * (length - 1), 1)] * bench.turns)
     ]
+
+
+def context_section(bench: Bench) -> list[Row]:
+    """Texts after long prompts of n tokens, without prefill: speed-up over plain decoding.
+
+    A prompt is a part of this project's documents, followed by a request to write something else.
+    """
+    session = bench.session
+    drafts = {
+        name: bench.drafts[name] for name in ("lookup", "low bits", "auto") if name in bench.drafts
+    }
+    if "low bits" in drafts:
+        short_sighted = session.options.merged({"draft": "lowbit", "window": WINDOW})
+        drafts[f"low bits, newest {WINDOW}"] = short_sighted
+    texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md")))
+    count = len(session.tokenizer.encode(texts))
+    columns = ("decoder", "tokens/s", "speed-up", "accepted", "a round", "equal")
+    rows = []
+    for length in bench.contexts:
+        part = len(texts) * length // count  # characters
+        cases = []
+        for turn, request in enumerate(PROMPTS["story"][: bench.turns]):
+            begin = turn * (len(texts) - part) // bench.turns
+            ids = session.encode(f"{texts[begin : begin + part]}\n\n{request}")
+            cases.append(Case("", ids, bench.cases[0].count, turn, reads_prompt=False))
+        rows += [
+            {"context": length} | {name: row[name] for name in columns}
+            for row in bench.compare(drafts, {}, cases)
+        ]
+    return rows
 
 
 def together_section(bench: Bench) -> list[Row]:
@@ -185,10 +221,12 @@ def write_together(
     return Written([*chain(*texts)], seconds=whole - reading)
 
 
+DEFAULT = ("costs", "speed", "first-token")
 SECTIONS = {  # in the order in which they are measured
     "costs": costs_section,
     "speed": speed_section,
     "first-token": first_token_section,
     "structured": structured_section,
+    "context": context_section,
     "together": together_section,
 }

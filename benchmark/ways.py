@@ -24,7 +24,8 @@ from weights.load import model_folder
 @dataclass(frozen=True)
 class Case:
     """Prompt of a kind, after which ``count`` tokens are written, or a text of a JSON ``schema``;
-    ``number`` is that of the text's random numbers.
+    ``number`` is that of the text's random numbers. ``reads_prompt``: whether each way reads it
+    anew, in its time.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Case:
     count: int
     number: int = 0
     schema: str | None = None
+    reads_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,12 @@ def begin(session: Session, options: Options, case: Case) -> Sample:
 
 
 def write(session: Session, slot: Slot, options: Options, case: Case) -> Written:
-    """Return the text of a case, on a cache that all ways share. It reads its prompt anew, but
-    under a schema.
-    """
+    """Return the text of a case, on a cache that all ways share."""
     sample = begin(session, options, case)
-    if case.schema is None:
+    if case.reads_prompt:
         slot.prompt = []
     rounds = [*session.rounds(sample, slot)]
-    return Written(sample.tokens, rounds, sample.seconds if case.schema else None)
+    return Written(sample.tokens, rounds, None if case.reads_prompt else sample.seconds)
 
 
 def transformers_ways(

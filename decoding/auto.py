@@ -3,16 +3,17 @@
 A round that drafts k tokens takes 1 + k·(c + r) plain steps, with c the cost of a draft step and r
 that of a verified row. It writes 1 + α + α² + ... + αᵏ expected tokens, with α the probability that
 a drafted token is accepted if those before it were (arXiv 2211.17192, equation 1). The speed-up is
-their ratio; where none is above 1, the round is plain. c and r are given: ``measured_costs`` times
-them. α is learned from past rounds, so this is a bandit, a choice among options whose pay is
-learned by trying them, but of a known structure: all lengths of a draft share its α.
+their ratio; where none is above 1, the round is plain. c and r are given for the text's length:
+``measured_costs`` times them. α is learned from past rounds, so this is a bandit, a choice among
+options whose pay is learned by trying them, but of a known structure: all lengths of a draft share
+its α.
 
 Knows nothing of files and options. No other file of this folder knows of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -32,12 +33,13 @@ from model.plan import LayerPlan
 LONGEST = 7  # tokens of a draft: a ninth row may cost much more
 MEASURED = 0.1  # seconds that all timed steps take
 LEAST_TURNS = 3  # of timed steps
-PRIOR_RATES = {"lookup 1": 0.3, "lookup 2": 0.5}  # α of a kind before its first round
+# α of a kind before its first round
+PRIOR_RATES = {"lookup 1": 0.3, "lookup 2": 0.5, "lookup 8": 0.8, "lookup 16": 0.9}
 PRIOR_RATE = 0.7
 
 
 class Costs(NamedTuple):
-    """Costs in plain steps: of a draft step under each plan, and of another verified row."""
+    """Costs in plain steps: of a draft step under each plan at hand, and of a verified row more."""
 
     steps: Mapping[str, float]
     row: float
@@ -123,19 +125,21 @@ class Auto(Policy):
     def __init__(
         self,
         drafters: Mapping[str, Drafter],
-        costs: Costs,
+        costs: Callable[[int], Costs],
         estimates: Estimates | None = None,
         *,
         priors: Mapping[str, float] | None = None,
         by_confidence: bool = True,
     ) -> None:
-        """``priors``: α of a kind before its first round; ``by_confidence``: whether a model's
-        draft ends by the confidence of its tokens, which the host then reads one by one.
+        """``costs``: those after a text of some length; ``priors``: α of a kind before its first
+        round; ``by_confidence``: whether a model's draft ends by the confidence of its tokens,
+        which the host then reads one by one.
         """
         super().__init__(LONGEST)
         self.reads_draft_confidence = by_confidence
         self.drafters = drafters
-        self.costs = costs
+        self.costs_at = costs
+        self.costs = Costs({}, 0.0)  # of the current round
         self.estimates = estimates or Estimates()
         self.priors = PRIOR_RATES | dict(priors or {})
         # of the current round: all offers, the one that is taken, and its speed-up
@@ -149,8 +153,11 @@ class Auto(Policy):
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return the draft of the offer with the largest expected speed-up: empty if none pays."""
+        self.costs = self.costs_at(len(text))
         self.offers = [
-            self._offer(name, drafter, text, limit) for name, drafter in self.drafters.items()
+            self._offer(name, drafter, text, limit)
+            for name, drafter in self.drafters.items()
+            if name in self.costs.steps or isinstance(drafter, ModelFreeDrafter)
         ]
         drafts = [(*self._best_length(offer, limit), offer) for offer in self.offers]
         speedup, length, taken = max(drafts, key=lambda draft: draft[0])
@@ -208,7 +215,7 @@ class Auto(Policy):
         Known tokens are compared with the text even where their offer was not taken.
         """
         drafted = len(round.drafted)
-        cost = self.cost(self.taken) if self.taken else self.costs.row
+        cost = self.cost(self.taken) if self.taken else self.costs_at(round.position).row
         self.estimates.settle(len(round.emitted), 1 + drafted * cost)
         for offer in self.offers:
             if offer.tokens:

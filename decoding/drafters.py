@@ -268,25 +268,29 @@ class PromptLookup(ModelFreeDrafter):
     """Draft by prompt lookup decoding: the tokens that followed the last occurrence of the n-gram
     at the text's end.
 
-    The longest n-gram that occurred before is used, of ``LONGEST`` tokens down to one, and its most
+    The longest n-gram that occurred before is used, of up to ``LONGEST`` tokens, and its most
     recent occurrence. No model runs, so a draft costs nothing but its verification.
     """
 
-    LONGEST = 3  # tokens of an n-gram
+    LONGEST = 16  # tokens of an n-gram
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        """Return the length of the n-gram at the end of the text that occurred before, and up to
-        ``limit`` tokens after it.
+        """Return the length of the n-gram at the end of the text that occurred before, of long ones
+        rounded down to a power of two, and up to ``limit`` tokens after it.
 
         Each id is the number of a character, since Python searches strings fast.
         """
         string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
-        for size in range(min(self.LONGEST, len(string) - 1), 0, -1):
+        length = after = 0
+        for size in range(1, min(self.LONGEST, len(string) - 1) + 1):
             # an occurrence needs at least one token after it
-            after = string.rfind(string[-size:], 0, -1) + size
-            if after >= size:
-                return size, text.tokens[after : after + limit]
-        return 0, []
+            begin = string.rfind(string[-size:], 0, -1)
+            if begin < 0:
+                break
+            length = size
+            after = begin + size
+        quality = length if length < 4 else 1 << (length.bit_length() - 1)
+        return quality, text.tokens[after : after + limit] if length else []
 
 
 def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> bool:

@@ -37,15 +37,7 @@ def verify_by_ratio(
     if not len(drafted):  # plain decoding
         none = torch.zeros((), dtype=torch.int64, device=drafted.device)
         return none, randomness.draw(target_probs[0], place)
-    wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
-    target_probs = target_probs.to(wide)
-    draft_probs = draft_probs.to(wide)
-    p_drafted, q_drafted = (
-        rows.gather(1, drafted[:, None])[:, 0] for rows in (target_probs[:-1], draft_probs)
-    )
-    # A token with q(x) = 0 was not drawn from q (the draft's logits were non-finite): it is never
-    # accepted.
-    ratios = torch.where(q_drafted > 0, p_drafted / q_drafted, 0.0)
+    target_probs, draft_probs, ratios = in_ratio(target_probs, draft_probs, drafted)
     accepted = randomness.accept(ratios).long().cumprod(0).sum()
     # index_select, because an index in brackets is read by the host, which synchronises with a GPU.
     p = target_probs.index_select(0, accepted[None])[0]
@@ -96,11 +88,7 @@ def verify_by_block(
     if not count:  # plain decoding
         none = torch.zeros((), dtype=torch.int64, device=drafted.device)
         return none, randomness.draw(target_probs[0], place)
-    wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
-    p = target_probs.to(wide)
-    q = draft_probs.to(wide)
-    p_drafted, q_drafted = (rows.gather(1, drafted[:, None])[:, 0] for rows in (p[:-1], q))
-    ratios = torch.where(q_drafted > 0, p_drafted / q_drafted, 0.0)
+    p, q, ratios = in_ratio(target_probs, draft_probs, drafted)
     reached = [ratios.new_ones(())]
     for ratio in ratios:
         reached.append((reached[-1] * ratio).clamp(max=1))
@@ -119,6 +107,21 @@ def verify_by_block(
     residual = torch.cat((residuals, p[-1:])).index_select(0, accepted[None])[0]
     # an all-zero residual is one up to rounding, as in the ratio rule
     return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, after), place)
+
+
+def in_ratio(
+    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p and q in the wider of their dtypes, and p(x) / q(x) of each drafted token x.
+
+    A token with q(x) = 0 was not drawn from q (the draft's logits were non-finite). Its ratio is 0,
+    so that it is never accepted.
+    """
+    wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
+    p = target_probs.to(wide)
+    q = draft_probs.to(wide)
+    p_drafted, q_drafted = (rows.gather(1, drafted[:, None])[:, 0] for rows in (p[:-1], q))
+    return p, q, torch.where(q_drafted > 0, p_drafted / q_drafted, 0.0)
 
 
 Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]

@@ -150,7 +150,8 @@ class Decoder(Steps, nn.Module):
         """
         plan = plan or LayerPlan.full(self.num_layers)
         x = self.embed(tokens)
-        positions = layer_positions(self.config, start, tokens.shape[1], x, self.attend)
+        attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
+        positions = layer_positions(self.config, start, tokens.shape[1], x, attend)
         for block, place in zip(self.twins.blocks(plan), positions, strict=True):
             x = block(x, place, cache)
         return x

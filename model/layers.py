@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig, Rope
+from model.plan import SINKS
 
 QUERIES = 128  # per chunk of a long prompt
 
@@ -136,13 +137,20 @@ def attend_masked(
     return out.reshape(batch, heads, count, size)
 
 
-def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+def causal_mask(
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    newest: int | None = None,
+) -> Tensor:
     """Return the additive causal mask ``[T, N]`` of queries and keys at positions ``[T]`` and
     ``[N]``.
 
-    Query i attends to key j if j <= i and, with a window, i - window < j. There the mask is 0, and
-    -inf elsewhere. For three queries at positions 2 to 4 and five keys at 0 to 4, without a window
-    and with a window of two tokens:
+    Query i attends to key j if j <= i and, with a window, i - window < j. With ``newest``, the
+    window of a layer plan, it also needs i - newest < j or j < ``SINKS``. Where it attends the mask
+    is 0, and -inf elsewhere. For three queries at positions 2 to 4 and five keys at 0 to 4, without
+    a window and with a window of two tokens:
 
                    key 0     1     2     3     4          key 0     1     2     3     4
         query 2        0     0     0  -inf  -inf           -inf     0     0  -inf  -inf
@@ -151,13 +159,22 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.
     """
     distance = queries[:, None] - keys
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    if newest is not None:
+        hidden |= (distance >= newest) & (keys >= SINKS)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
         hidden, -math.inf
     )
 
 
 def attend_causally(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    newest: int | None = None,
 ) -> Tensor:
     """Return causal attention of the last T of S positions, by ``attend_masked`` and
     ``causal_mask``.
@@ -167,8 +184,11 @@ def attend_causally(
     """
     count = q.shape[2]
     size = k.shape[2]
+    if newest is not None and newest >= size:
+        newest = None  # it hides nothing
     # torch has a kernel for this
-    if count == size and soft_cap is None and (window is None or size <= window):
+    is_full = newest is None and (window is None or size <= window)
+    if count == size and soft_cap is None and is_full:
         k, v = (entries.repeat_interleave(q.shape[1] // k.shape[1], 1) for entries in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     out = []
@@ -177,9 +197,9 @@ def attend_causally(
         end = size - count + begin + rows
         first = 0 if window is None else max(0, end - rows + 1 - window)
         mask = None  # a single query attends to all of these keys
-        if rows > 1:
+        if rows > 1 or newest is not None:
             keys = torch.arange(first, end, device=q.device)
-            mask = causal_mask(keys[-rows:], keys, window, q.dtype)
+            mask = causal_mask(keys[-rows:], keys, window, q.dtype, newest)
         out.append(
             attend_masked(
                 q[:, :, begin : begin + rows],

@@ -1,33 +1,38 @@
-"""Layer plan: the number of bits of every sublayer, a value passed to ``forward``, never a mode
-that is set.
+"""Layer plan: what a draft leaves out of the model. It is a value passed to ``forward``, never a
+mode that is set.
 
 The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1), the early
-exit of LayerSkip (arXiv 2404.16710, section 4.3) and the model in few bits are plans for one
-forward pass: 0 bits skip a sublayer.
+exit of LayerSkip (arXiv 2404.16710, section 4.3), the model in few bits and the model that sees the
+newest tokens only are plans for one forward pass. 0 bits skip a sublayer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.errors import InputError
 
 FULL = 16  # the checkpoint's weights, whatever their dtype
 LOW_BITS = (4, 8)
+SINKS = 4  # first keys, which no plan hides: texts fall apart without them (arXiv 2309.17453)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Bits of each layer's attention and MLP sublayer, and of the head: 0, 4, 8 or ``FULL``.
+    """Bits of each layer's attention and MLP sublayer, and of the head: 0, 4, 8 or ``FULL``; and a
+    window of all attentions.
 
     A sublayer of 0 bits is skipped: it adds nothing to the residual stream, and a skipped attention
-    neither reads nor writes its layer of the KV cache. The head always runs.
+    neither reads nor writes its layer of the KV cache. The head always runs. With a ``window`` a
+    query attends to that many of the newest keys, its own included, and to the first ``SINKS``.
+    None hides none. A family's own sliding window hides keys of both kinds.
     """
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
     head: int = FULL
+    window: int | None = None
 
     def __post_init__(self) -> None:
         run = {*self.attention, *self.mlp} - {0} | {self.head}
@@ -35,6 +40,8 @@ class LayerPlan:
             raise ValueError(
                 f"a plan gives both sublayers of each layer 0, 4, 8 or {FULL} bits: {self}"
             )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"the window of a plan has at least 1 key, found {self.window}")
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:
@@ -72,10 +79,11 @@ class LayerPlan:
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
         """Return a plan of the same sublayers in ``bits`` bits, and the head in ``head`` bits."""
-        return LayerPlan(
-            tuple(bits if each else 0 for each in self.attention),
-            tuple(bits if each else 0 for each in self.mlp),
-            head,
+        return replace(
+            self,
+            attention=tuple(bits if each else 0 for each in self.attention),
+            mlp=tuple(bits if each else 0 for each in self.mlp),
+            head=head,
         )
 
     @property

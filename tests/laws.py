@@ -149,6 +149,7 @@ REAL_DRAFTERS: dict[str, NewDrafter] = {
     "plan": lambda model, cache: ModelDrafter(model, cache, LayerPlan.skipping(3, [0, 2], [1])),
     "exit": lambda model, cache: ModelDrafter(model, cache, LayerPlan.early_exit(3, 1)),
     "lowbit": low_bits,
+    "window": lambda model, cache: ModelDrafter(model, cache, replace(LayerPlan.full(3), window=1)),
     "model": small_draft_model,
     **NO_MODEL,
 }
@@ -220,9 +221,10 @@ class Scripted(SeededRandomness):
 
 
 def plans(layers: int = 3, bits: Sequence[int] = (*LOW_BITS, FULL)) -> st.SearchStrategy[LayerPlan]:
-    """Plans that skip any sublayers, and give the others any of these bits."""
+    """Plans that skip any sublayers, give the others any of these bits, and see a window or all."""
     some = st.lists(st.sampled_from((0, *bits)), min_size=layers, max_size=layers).map(tuple)
-    return st.builds(LayerPlan, some, some, st.sampled_from(bits))
+    window = st.none() | st.integers(1, 80)
+    return st.builds(LayerPlan, some, some, st.sampled_from(bits), window)
 
 
 if find_spec("decoding.auto"):  # it can be deleted

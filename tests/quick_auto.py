@@ -20,7 +20,7 @@ def quick(
     """Every draft step has one cost."""
     kinds = ("model", *(f"lookup {quality}" for quality in range(4)))
     estimates = Estimates({kind: QuickRates(0.6) for kind in kinds})
-    return Auto(drafters, Costs({"model": step}, row), estimates, **more)
+    return Auto(drafters, lambda length: Costs({"model": step}, row), estimates, **more)
 
 
 def auto(

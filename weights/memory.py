@@ -93,16 +93,18 @@ def parameter_count(config: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
-def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
-    """Return the bytes of weights that a step under the plan reads, with ``itemsize`` bytes per
-    weight that is not in low bits.
+def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int, positions: int = 0) -> int:
+    """Return the bytes that a step under the plan reads: of weights, and of the keys and values of
+    ``positions``, as far as the plan sees them. Numbers that are not in low bits take ``itemsize``.
     """
     # In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
     per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 8: 1.0, 0: 0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
+    entries = 2 * config.num_kv_heads * config.head_dim * min(positions, plan.window or positions)
     return int(
         config.hidden_size * config.vocab_size * per_weight[plan.head]
+        + entries * itemsize * len(plan.attention_layers)
         + attention * sum(per_weight[bits] for bits in plan.attention)
         + mlp * sum(per_weight[bits] for bits in plan.mlp)
     )

@@ -29,7 +29,8 @@ FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
 ]
-TUNING = "-mtune=skylake-avx512"  # of x86: keeps a tile's inputs in registers, unlike GCC's for Zen
+# of x86: keeps a tile's inputs in registers, unlike GCC's for Zen, and uses whole registers
+TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
 one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
 
 
@@ -57,7 +58,7 @@ Model = structure(
     {
         "layers embedding norm": c_void_p,
         "head": Matrix,
-        "num_layers kind hidden heads key_heads size": c_long,
+        "num_layers kind hidden heads key_heads size newest": c_long,
         "embedding_scale eps scale soft_cap final_soft_cap": c_float,
         "is_gelu": c_int32,
     },

@@ -1,4 +1,5 @@
-"""Decoder on a CPU: short steps are ``step.c``, prompts are read by torch on the same weights.
+"""Decoder on a CPU: short steps, and the attention of prompts, are ``step.c``; the other layers of
+prompts are torch's, on the same weights.
 
 Gives the weights of a plan to the step, by address. Knows nothing of samples, drafts and files of
 weights.
@@ -7,22 +8,23 @@ weights.
 import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_long, c_void_p
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.decoder import Abilities, Decoder
 from model.fast import PreparedDecoder
 from model.fast.compiled import Layer, Matrix, Model, Text, call, library
-from model.layers import RMSNorm, attend_causally, rotary_table
+from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import GROUP, shares_of
 
 KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
 MOST_ROWS = 64  # of a step
 UNLIMITED = 1 << 60  # positions
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class FastDecoder(PreparedDecoder):
@@ -37,7 +39,11 @@ class FastDecoder(PreparedDecoder):
     def __init__(self, model: Decoder) -> None:
         library()
         super().__init__(model)
-        model.attend = attend_by_flash
+        model.attend = attend_by_step
+        if model.dtype == torch.bfloat16 and not library().has_pairs():
+            for part in model.modules():
+                if isinstance(part, nn.Linear):
+                    part.forward = partial(multiply_widened, part)
         self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
@@ -148,6 +154,7 @@ class Weights:
             heads=config.num_heads,
             key_heads=config.num_kv_heads,
             size=config.head_dim,
+            newest=plan.window or 0,
             embedding_scale=model.embedding_scale,
             eps=config.norm_eps,
             scale=config.attention_scale,
@@ -214,24 +221,48 @@ def steps_of(calls: Sequence[tuple[Tensor, KVCache, int]]) -> Iterator[list[ctyp
     yield step
 
 
-def attend_by_flash(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
-) -> Tensor:
-    """Compute ``model.layers.attend_causally`` by torch's fused kernel, without a mask where the
-    last T of S positions attend to all before them.
-
-    The kernel also returns the logarithm of each softmax's divisor. With it, the attentions of the
-    same queries to two sets of keys are joined: to the keys before the chunk, which need no mask,
-    and within the chunk, where the kernel skips the masked half of the scores. q ``[B, H, T, D]``,
-    k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
+def multiply_widened(product: nn.Linear, x: Tensor) -> Tensor:
+    """Compute a linear layer of a prompt ``[..., in]`` bf16 in float32, with weights widened for
+    this call: where the processor does not multiply bf16, torch would do so several times slower.
     """
-    count = q.shape[2]
-    size = k.shape[2]
-    if count in (1, size) or soft_cap is not None or (window is not None and size > window):
-        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap)
-    before = size - count
-    chunk = FLASH(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
-    earlier = FLASH(q, k[:, :, :before], v[:, :, :before], scale=scale)
-    out, log_sums = (torch.stack(pair) for pair in zip(chunk, earlier, strict=True))
-    shares = log_sums.softmax(0).reshape(out.shape[:-1])
-    return (out * shares[..., None]).sum(0).to(q.dtype)
+    bias = None if product.bias is None else product.bias.float()
+    return F.linear(x.float(), product.weight.float(), bias).to(x.dtype)
+
+
+def attend_by_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    newest: int | None = None,
+) -> Tensor:
+    """Compute ``model.layers.attend_causally`` by the step's attention: q ``[B, H, T, D]``, k and v
+    ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
+    """
+    batch, heads, count, size = q.shape
+    if k.stride() != v.stride() or k.stride()[2:] != (size, 1):
+        k = k.contiguous()
+        v = v.contiguous()
+    queries = q.transpose(1, 2).float().contiguous()
+    out = torch.empty_like(queries)
+    layer = Layer(window=window or UNLIMITED)
+    model = Model(
+        layers=ctypes.addressof(layer),
+        kind=KINDS[k.dtype],
+        heads=heads,
+        key_heads=k.shape[1],
+        size=size,
+        newest=newest or 0,
+        scale=scale,
+        soft_cap=soft_cap or 0,
+    )
+    for text in range(batch):
+        entries = (c_void_p * 2)(k[text].data_ptr(), v[text].data_ptr())
+        head_bytes = k.stride(1) * k.itemsize
+        of = Text(None, ctypes.addressof(entries), count, k.shape[2] - count, head_bytes)
+        places = [c_void_p(each[text].data_ptr()) for each in (queries, out)]
+        call("attend", ctypes.byref(model), ctypes.byref(of), *places)
+    return out.to(q.dtype).transpose(1, 2)

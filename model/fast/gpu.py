@@ -189,7 +189,9 @@ class StaticStep:
         keys = torch.arange(self.cache.capacity, device=model.device)
         groups = config.num_heads // config.num_kv_heads
         masks = {
-            window: causal_mask(index, keys, window, wide_dtype(model.dtype)).repeat(groups, 1)
+            window: causal_mask(
+                index, keys, window, wide_dtype(model.dtype), self.plan.window
+            ).repeat(groups, 1)
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)

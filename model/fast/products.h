@@ -17,12 +17,18 @@ enum { LANES = 16, GROUP = 32, BLOCK = 4 };
 #if defined __AVX512F__ && defined __AVX512BW__
 #include <immintrin.h>
 enum { WIDTH = 16, TILE = 4 }; /* lanes of a register; most rows of inputs of a tile */
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23 /* lanes of two, in turns */
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #elif defined __AVX2__ && defined __FMA__
 #include <immintrin.h>
 enum { WIDTH = 8, TILE = 3 };
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #elif defined __aarch64__
 #include <arm_neon.h>
 enum { WIDTH = 4, TILE = 4 };
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
 #else
 #error "a step needs AVX2 and fused multiply-add, or a 64-bit ARM processor"
 #endif
@@ -151,15 +157,16 @@ enum { ROUNDER = 3 << 22 }; /* float32 numbers of this size have no fraction: ad
 INLINE float exponential(float x) { /* to two units in the last place, with x in -87 ... 88 */
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
-    float shifted = x * 1.4426950408889634f + ROUNDER, power = shifted - ROUNDER;
-    float r = (x - power * 0.693359375f) - power * -2.12194440e-4f; /* both: log 2 */
+    float shifted = __builtin_fmaf(x, 1.4426950408889634f, ROUNDER), power = shifted - ROUNDER;
+    float r = __builtin_fmaf(power, -0.693359375f, x); /* less log 2, in two parts */
+    r = __builtin_fmaf(power, 2.12194440e-4f, r);
     float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = __builtin_fmaf(p, r, 1.3981999507e-3f);
+    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
+    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
+    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
+    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
+    p = __builtin_fmaf(p * r, r, r) + 1.0f;
     return p * as_float((bits_of(shifted) << 23) + 0x3F800000);
 }
 
@@ -171,10 +178,26 @@ static void cap(float *x, long count, float limit) { /* soft cap (arXiv 2408.001
 }
 
 #ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define PICK(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (FourInts){__VA_ARGS__})
+#define PICK(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
+
+/* Exchange rows and columns: each round puts the lanes of two rows in turns. */
+INLINE void transpose(Ints rows[WIDTH]) {
+#pragma GCC unroll 4
+    for (int round = 1; round < WIDTH; round *= 2) {
+        Ints turned[WIDTH];
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDTH / 2; i++) {
+            turned[2 * i] = PICK(Ints, rows[i], rows[i + WIDTH / 2], LOW);
+            turned[2 * i + 1] = PICK(Ints, rows[i], rows[i + WIDTH / 2], HIGH);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++)
+            rows[i] = turned[i];
+    }
+}
 
 INLINE Four add_lanes(float lanes[BLOCK][LANES]) { /* of each of four sums */
     Four f[BLOCK];
@@ -182,9 +205,9 @@ INLINE Four add_lanes(float lanes[BLOCK][LANES]) { /* of each of four sums */
         const FourAt *of = (const FourAt *)lanes[i];
         f[i] = (of[0] + of[2]) + (of[1] + of[3]);
     }
-    Four first = PICK(f[0], f[1], 0, 1, 4, 5) + PICK(f[0], f[1], 2, 3, 6, 7);
-    Four last = PICK(f[2], f[3], 0, 1, 4, 5) + PICK(f[2], f[3], 2, 3, 6, 7);
-    return PICK(first, last, 0, 2, 4, 6) + PICK(first, last, 1, 3, 5, 7);
+    Four first = PICK(FourInts, f[0], f[1], 0, 1, 4, 5) + PICK(FourInts, f[0], f[1], 2, 3, 6, 7);
+    Four last = PICK(FourInts, f[2], f[3], 0, 1, 4, 5) + PICK(FourInts, f[2], f[3], 2, 3, 6, 7);
+    return PICK(FourInts, first, last, 0, 2, 4, 6) + PICK(FourInts, first, last, 1, 3, 5, 7);
 }
 
 static float sum_of(const float *x, long count, int squares) { /* of numbers or their squares */

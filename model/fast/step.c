@@ -27,6 +27,7 @@ typedef struct {
     const float *norm;     /* [hidden] */
     Matrix head;
     long num_layers, kind, hidden, heads, key_heads, size; /* kind of the cache; size of a head */
+    long newest; /* positions that the plan shows beside the first SINKS; 0 if it shows all */
     float embedding_scale, eps, scale, soft_cap, final_soft_cap; /* soft caps: 0 if there is none */
     int32_t is_gelu;
 } Model;
@@ -47,8 +48,9 @@ typedef struct { /* up to QUERIES query heads of a text, which read its keys and
 typedef struct {
     const Model *model;
     const Layer *layer;
-    const Span *spans;
+    Span *spans;
     long num_spans, rows, chunks, least_chunks; /* of positions; of a claim */
+    long sinks;                                 /* the chunk of the first positions, or -1 */
     const Matrix *matrices; /* of project, and its inputs and products */
     const float *x;
     char *inputs;
@@ -56,7 +58,7 @@ typedef struct {
     long x_stride, neurons;
     float *qkv;      /* [rows, heads + 2 * key heads, size] */
     char *queries;   /* [key heads, rows, groups], rounded as keys meet them */
-    float *parts;    /* [rows, heads, chunks, size + 2] */
+    float *parts;    /* [rows, heads, chunks, padded size + 2] */
     float *attended; /* [rows, heads, size] */
     float *gate_up;  /* [rows, 2 * size of the MLP] */
 } Step;
@@ -140,7 +142,31 @@ static void rotate(float *head, const float *cos, const float *sin, long half) {
 
 /* Attention, in chunks of positions. */
 
-enum { CHUNK = 512, MOST_QUERIES = 12, SHARE_SCORES = 1 << 11 };
+enum { CHUNK = 512, MOST_QUERIES = 24, SHARE_SCORES = 1 << 11, SINKS = 4 };
+enum { MOST_ROWS = 64, MOST_PARTS = 1 << 22 }; /* rows of a prompt, and numbers, at a time */
+
+/* Positions [range[0], range[1]) that a row at ``position`` reads of a chunk. Where the plan's
+ * window hides some, the first ones are a chunk of their own. */
+static void find_visible(const Step *s, long chunk, long position, long range[2]) {
+    long oldest = most(0, position + 1 - s->layer->window), low = chunk * CHUNK;
+    long newest = most(oldest, position + 1 - s->model->newest);
+    if (!s->model->newest || newest <= SINKS) /* nothing is hidden */
+        newest = oldest;
+    if (chunk == s->sinks) {
+        range[0] = oldest;
+        range[1] = newest > oldest ? most(oldest, SINKS) : oldest;
+    } else {
+        range[1] = most(low, least(low + CHUNK, position + 1));
+        range[0] = least(range[1], most(low, newest));
+    }
+}
+
+/* Place of a row's rounded query. Those that read the same keys lie side by side. */
+static char *query_of(const Step *s, long row, long head) {
+    long groups = s->model->heads / s->model->key_heads;
+    long place = (head / groups * s->rows + row) * groups + head % groups;
+    return s->queries + place * input_bytes(s->model->kind, s->model->size);
+}
 
 /* Norms and rotary embeddings of a span's heads; its keys and values go into the cache. */
 static void write_entries(void *argument, long piece) {
@@ -148,8 +174,7 @@ static void write_entries(void *argument, long piece) {
     const Model *model = s->model;
     const Span *span = &s->spans[piece];
     long size = model->size, half = size / 2, kind = model->kind;
-    long heads = model->heads, key_heads = model->key_heads, groups = heads / key_heads;
-    long all = heads + 2 * key_heads;
+    long heads = model->heads, key_heads = model->key_heads, all = heads + 2 * key_heads;
     for (long number = 0; number < span->rows * all; number++) {
         long row = span->row + number / all, head = number % all; /* of queries, keys, values */
         long position = span->position + number / all, of_key = head - heads;
@@ -160,8 +185,7 @@ static void write_entries(void *argument, long piece) {
         if (of_key < key_heads)
             rotate(x, s->layer->cos + position * half, s->layer->sin + position * half, half);
         if (head < heads) {
-            long place = (head / groups * s->rows + row) * groups + head % groups;
-            round_inputs(kind, x, size, s->queries + place * input_bytes(kind, size));
+            round_inputs(kind, x, size, query_of(s, row, head));
             continue;
         }
         char *entry = span->text->entries[2 * (s->layer - model->layers) + of_key / key_heads];
@@ -192,47 +216,148 @@ static void weigh(const Model *model, float *scores, long count, float sum[2]) {
     sum[0] = sum_of(scores, count, 0);
 }
 
-/* Add weighted values [count, size] one after the other to up to four queries' sums. */
-INLINE void add_values(long kind, int queries, const char *values, long count, long size,
-                       const float *weights, float *out, long stride) {
-    for (long column = 0; column < size; column += 2 * WIDTH) {
-        long left[2] = {size - column, size - column - WIDTH};
-        Floats sums[4][2];
+/* Keys of 2 * WIDTH positions, four bytes of each at a time, with a position in each lane; zeros
+ * from ``count`` on. */
+static void turn_keys(const char *keys, long count, long words, Ints (*out)[2]) {
+    for (int half = 0; half < 2; half++, keys += 4 * words * WIDTH, count -= WIDTH)
+        for (long word = 0; word < words; word += WIDTH) {
+            Ints rows[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++)
+                rows[i] = (Ints)numbers_at(F32, keys + 4 * (i * words + word),
+                                           i < count ? words - word : 0);
+            transpose(rows);
+            for (int i = 0; i < least(WIDTH, words - word); i++)
+                out[word + i][half] = rows[i];
+        }
+}
+
+/* Products of up to four rounded queries with these keys: [queries, stride], from ``out`` on. */
+INLINE void score(long kind, int queries, Ints (*keys)[2], long words, const char *x, long x_bytes,
+                  float *out, long stride) {
+    Floats sums[4][2] = {0};
+    for (long word = 0; word < words; word++)
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * queries; i++) {
-            const float *of = out + i / 2 * stride + column + i % 2 * WIDTH;
-            sums[i / 2][i % 2] = numbers_at(F32, (const char *)of, left[i % 2]);
-        }
-        for (long row = 0; row < count; row++) {
-            const char *value = values + (row * size + column) * bytes_of(kind);
-            Floats first = numbers_at(kind, value, left[0]);
-            Floats second = numbers_at(kind, value + WIDTH * bytes_of(kind), left[1]);
-#pragma GCC unroll 4
-            for (int query = 0; query < queries; query++) {
-                Floats weight = all(weights[query * CHUNK + row]);
-                sums[query][0] = fused(first, weight, sums[query][0]);
-                sums[query][1] = fused(second, weight, sums[query][1]);
+            Ints two = keys[word][i % 2];
+            const char *of = x + i / 2 * x_bytes + 4 * word;
+            Floats *sum = &sums[i / 2][i % 2];
+            if (kind == F32) {
+                *sum = fused((Floats)two, all(AT(float, of)), *sum);
+            } else if (HAS_PAIRS) {
+                *sum = add_pairs(*sum, two, AT(int32_t, of) - (Ints){0});
+            } else { /* even columns come before the odd ones, in groups of 32 */
+                of += word / LANES * 4 * LANES;
+                *sum = fused((Floats)(two << 16), all(AT(float, of)), *sum);
+                *sum = fused((Floats)(two & (int32_t)0xFFFF0000), all(AT(float, of + 4 * LANES)), *sum);
             }
         }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * queries; i++)
+        AT(FloatsAt, out + i / 2 * stride + i % 2 * WIDTH) = sums[i / 2][i % 2];
+}
+
+/* Scores of positions [first, last) for all queries: [queries, CHUNK], from the first on. */
+static void score_keys(const Model *model, long queries, const char *keys, long first, long last,
+                       const char *x, float *scores) {
+    long kind = model->kind, bytes = row_bytes(kind, model->size);
+    long x_bytes = input_bytes(kind, model->size);
+    Ints turned[bytes / 4][2];
+    for (long key = first; key < last; key += 2 * WIDTH) {
+        turn_keys(keys + key * bytes, last - key, bytes / 4, turned);
+        for (long query = 0; query < queries; query += 4)
 #pragma GCC unroll 4
-        for (int query = 0; query < queries; query++)
-            for (int half = 0; half < 2; half++)
-                store(out + query * stride + column + half * WIDTH, sums[query][half], left[half]);
+            for (int n = 1; n <= 4; n++) {
+                const char *of = x + query * x_bytes;
+                float *out = scores + query * CHUNK + key - first;
+                if (n == least(4, queries - query) && kind == BF16)
+                    score(BF16, n, turned, bytes / 4, of, x_bytes, out, CHUNK);
+                else if (n == least(4, queries - query))
+                    score(F32, n, turned, bytes / 4, of, x_bytes, out, CHUNK);
+            }
     }
 }
 
-/* The same of any number of queries, for positions [begin, end); weights are from ``first`` on. */
+/* Weights of values, from exponentials: bfloat16 where pairs of these numbers are multiplied. */
+INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
+
+/* Columns of a head, filled to whole registers, and the place of a column among them. */
+INLINE long padded(long size) { return (size + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH); }
+INLINE long lane_of(long kind, long i) {
+    long column = i % (2 * WIDTH);
+    return weight_bytes(kind) == 2 ? i - column + column % 2 * WIDTH + column / 2 : i;
+}
+
+/* Add two weighted values, of which each is 2 * WIDTH columns, to sums of up to four queries. Where
+ * pairs are multiplied, the first register of a sum has the even columns. */
+INLINE void add_two(long kind, int queries, const char *one, const char *two, long left,
+                    const char *weights, Floats sums[4][2]) {
+    if (weight_bytes(kind) == 2) {
+        Ints a = (Ints)numbers_at(F32, one, left / 2), b = (Ints)numbers_at(F32, two, left / 2);
+        Ints even = (a & 0xFFFF) | b << 16, odd = (Ints)((Uints)a >> 16) | (b & (int32_t)0xFFFF0000);
+#pragma GCC unroll 4
+        for (int query = 0; query < queries; query++) {
+            Ints pair = AT(int32_t, weights + query * CHUNK * 2) - (Ints){0};
+            sums[query][0] = add_pairs(sums[query][0], even, pair);
+            sums[query][1] = add_pairs(sums[query][1], odd, pair);
+        }
+        return;
+    }
+#pragma GCC unroll 2
+    for (int of_two = 0; of_two < 2; of_two++, one = two, weights += 4) {
+        Floats first = numbers_at(kind, one, left);
+        Floats second = numbers_at(kind, one + WIDTH * bytes_of(kind), left - WIDTH);
+#pragma GCC unroll 4
+        for (int query = 0; query < queries; query++) {
+            Floats weight = all(AT(float, weights + query * CHUNK * 4));
+            sums[query][0] = fused(first, weight, sums[query][0]);
+            sums[query][1] = fused(second, weight, sums[query][1]);
+        }
+    }
+}
+
+/* Add weighted values of positions [begin, end) to sums [queries, stride] of up to four queries, two
+ * by two, an even position first: one that is outside adds zero. Weights are from ``first`` on. */
+INLINE void add_values(long kind, int queries, const char *values, long first, long begin, long end,
+                       long size, const char *weights, float *out, long stride) {
+    static const char zeros[8 * WIDTH];
+    for (long column = 0; column < size; column += 2 * WIDTH) {
+        Floats sums[4][2];
+        long left = size - column, row = size * bytes_of(kind);
+        const char *at = values + column * bytes_of(kind);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * queries; i++)
+            sums[i / 2][i % 2] = AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH);
+        long position = begin & ~1;
+        if (begin % 2 && begin < end) {
+            add_two(kind, queries, zeros, at + begin * row, left,
+                    weights + (position - first) * weight_bytes(kind), sums);
+            position += 2;
+        }
+        for (; position + 1 < end; position += 2)
+            add_two(kind, queries, at + position * row, at + (position + 1) * row, left,
+                    weights + (position - first) * weight_bytes(kind), sums);
+        if (position < end)
+            add_two(kind, queries, at + position * row, zeros, left,
+                    weights + (position - first) * weight_bytes(kind), sums);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * queries; i++)
+            AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH) = sums[i / 2][i % 2];
+    }
+}
+
+/* The same of any number of queries. */
 static void attend_to(long kind, long queries, const char *values, long first, long begin, long end,
-                      long size, const float *weights, float *out, long stride) {
-    values += begin * size * bytes_of(kind);
-    weights += begin - first;
-    for (; queries > 0; queries -= 4, weights += 4 * CHUNK, out += 4 * stride)
+                      long size, const char *weights, float *out, long stride) {
+    for (; queries > 0 && begin < end; queries -= 4, out += 4 * stride) {
 #pragma GCC unroll 4
         for (int n = 1; n <= 4; n++)
             if (n == least(4, queries) && kind == BF16)
-                add_values(BF16, n, values, end - begin, size, weights, out, stride);
+                add_values(BF16, n, values, first, begin, end, size, weights, out, stride);
             else if (n == least(4, queries))
-                add_values(F32, n, values, end - begin, size, weights, out, stride);
+                add_values(F32, n, values, first, begin, end, size, weights, out, stride);
+        weights += 4 * CHUNK * weight_bytes(kind);
+    }
 }
 
 /* Attention of a span to a chunk, for one key head. Of each query head ``parts`` gets the weighted
@@ -240,45 +365,48 @@ static void attend_to(long kind, long queries, const char *values, long first, l
 static void attend_to_chunk(void *argument, long piece) {
     Step *s = argument;
     const Model *model = s->model;
-    long chunk = piece % s->chunks, head = piece / s->chunks % model->key_heads;
-    const Span *span = &s->spans[piece / s->chunks / model->key_heads];
-    long size = model->size, kind = model->kind, groups = model->heads / model->key_heads;
-    long rows = span->rows, window = s->layer->window, stride = s->chunks * (size + 2);
-    long low = chunk * CHUNK, high = low + CHUNK, last = span->position + rows;
-    long first = most(low, span->position + 1 - window);
+    const Span *span = &s->spans[piece % s->num_spans]; /* spans of a text follow each other */
+    long chunk = piece / s->num_spans % s->chunks, head = piece / s->num_spans / s->chunks;
+    long kind = model->kind, groups = model->heads / model->key_heads, rows = span->rows;
+    long queries = rows * groups, size = padded(model->size), stride = s->chunks * (size + 2);
+    float *parts = s->parts + (span->row * model->heads + head * groups) * stride;
+    parts += chunk * (size + 2);
+    long visible[rows][2];
+    for (long row = 0; row < rows; row++)
+        find_visible(s, chunk, span->position + row, visible[row]);
+    long first = visible[0][0] & ~1, last = visible[rows - 1][1];
     char *const *entries = span->text->entries + 2 * (s->layer - model->layers);
     const char *keys = entries[0] + head * span->text->head_bytes;
     const char *values = entries[1] + head * span->text->head_bytes;
-    long place = (head * s->rows + span->row) * groups;
-    float scores[rows * groups][CHUNK];
-    for (long key = first; key < least(high, last); key += BLOCK) /* the weights of a product */
-        multiply(kind, keys + key * row_bytes(kind, size), least(BLOCK, least(high, last) - key),
-                 s->queries + place * input_bytes(kind, size), rows * groups, size,
-                 scores[0] + key - first, CHUNK);
-    float sums[rows * groups][size];
+    float scores[queries][CHUNK];
+    score_keys(model, queries, keys, first, last, query_of(s, span->row, head * groups), scores[0]);
+    uint16_t narrowed[weight_bytes(kind) == 2 ? queries : 1][CHUNK];
+    for (long query = 0; query < queries; query++) {
+        long begin = visible[query / groups][0] - first, end = visible[query / groups][1] - first;
+        long row = query / groups, group = query % groups;
+        weigh(model, scores[query] + begin, end - begin,
+              parts + (row * model->heads + group) * stride + size);
+        if (begin % 2)
+            scores[query][begin - 1] = 0.0f;
+        if (end % 2)
+            scores[query][end] = 0.0f;
+        if (weight_bytes(kind) == 2)
+            for (long i = begin & ~1; i < end + end % 2; i++)
+                narrowed[query][i] = narrow(scores[query][i]);
+    }
+    const char *weights = weight_bytes(kind) == 2 ? (char *)narrowed : (char *)scores;
+    long row_bytes = groups * CHUNK * weight_bytes(kind);
+    float sums[queries][size];
     memset(sums, 0, sizeof sums);
-    long begins[rows], ends[rows]; /* of the positions that a row reads */
-    for (long row = 0; row < rows; row++) {
-        ends[row] = most(low, least(high, span->position + row + 1));
-        begins[row] = least(ends[row], most(low, span->position + row + 1 - window));
-    }
     /* What all rows read is added for all at once; what comes before and after, row by row. */
-    long common = begins[rows - 1], until = most(common, ends[0]);
-    float *parts = s->parts + (span->row * model->heads + head * groups) * stride;
-    parts += chunk * (size + 2);
+    long common = (visible[rows - 1][0] + 1) & ~1, until = most(common, visible[0][1] & ~1);
+    for (long row = 0; row < rows; row++)
+        attend_to(kind, groups, values, first, visible[row][0], least(common, visible[row][1]),
+                  model->size, weights + row * row_bytes, sums[row * groups], size);
+    attend_to(kind, queries, values, first, common, until, model->size, weights, sums[0], size);
     for (long row = 0; row < rows; row++) {
-        for (long group = 0; group < groups; group++) {
-            float *of = scores[row * groups + group] + begins[row] - first;
-            float *sum = parts + (row * model->heads + group) * stride + size;
-            weigh(model, of, ends[row] - begins[row], sum);
-        }
-        attend_to(kind, groups, values, first, begins[row], least(common, ends[row]), size,
-                  scores[row * groups], sums[row * groups], size);
-    }
-    attend_to(kind, rows * groups, values, first, common, until, size, scores[0], sums[0], size);
-    for (long row = 0; row < rows; row++) {
-        attend_to(kind, groups, values, first, most(begins[row], until), ends[row], size,
-                  scores[row * groups], sums[row * groups], size);
+        attend_to(kind, groups, values, first, most(visible[row][0], until), visible[row][1],
+                  model->size, weights + row * row_bytes, sums[row * groups], size);
         for (long group = 0; group < groups; group++)
             memcpy(parts + (row * model->heads + group) * stride, sums[row * groups + group],
                    4 * size);
@@ -288,21 +416,51 @@ static void attend_to_chunk(void *argument, long piece) {
 /* Attention of a row's head to all chunks. */
 static void join_chunks(void *argument, long piece) {
     Step *s = argument;
-    long size = s->model->size, stride = size + 2;
+    long size = padded(s->model->size), stride = size + 2;
     const float *parts = s->parts + piece * s->chunks * stride;
-    float *out = s->attended + piece * size, largest = parts[size + 1], total = 0.0f;
+    float sums[size], largest = parts[size + 1], total = 0.0f;
     for (long chunk = 1; chunk < s->chunks; chunk++)
         if (parts[chunk * stride + size + 1] > largest)
             largest = parts[chunk * stride + size + 1];
-    memset(out, 0, 4 * size);
+    memset(sums, 0, sizeof sums);
     for (long chunk = 0; chunk < s->chunks; chunk++, parts += stride) {
+        if (parts[size] == 0.0f) /* the row reads nothing of this chunk */
+            continue;
         float factor = exponential(parts[size + 1] - largest);
         total += parts[size] * factor;
         for (long i = 0; i < size; i++)
-            out[i] += parts[i] * factor;
+            sums[i] += parts[i] * factor;
     }
-    for (long i = 0; i < size; i++)
-        out[i] /= total;
+    for (long i = 0; i < s->model->size; i++)
+        s->attended[piece * s->model->size + i] = sums[lane_of(s->model->kind, i)] / total;
+}
+
+/* Divide the rows of texts into spans, and the positions into chunks. */
+static void divide(Step *s, const Text *texts, long count) {
+    long groups = s->model->heads / s->model->key_heads, positions = 0, first = 0;
+    long most_rows = most(1, MOST_QUERIES / groups);
+    for (const Text *text = texts; text < texts + count; text++) {
+        s->rows += text->rows;
+        positions = most(positions, text->start + text->rows);
+    }
+    s->spans = room(SPANS, s->rows * sizeof(Span));
+    for (const Text *text = texts; text < texts + count; first += text->rows, text++)
+        for (long row = 0; row < text->rows; row += most_rows)
+            s->spans[s->num_spans++] = (Span){text, first + row, text->start + row,
+                                              least(most_rows, text->rows - row)};
+    s->chunks = (positions + CHUNK - 1) / CHUNK;
+    s->sinks = s->model->newest ? s->chunks++ : -1;
+    s->least_chunks =
+        SHARE_SCORES / (least(positions, CHUNK) * least(s->rows, most_rows) * groups) + 1;
+}
+
+/* Attention of rounded queries to all keys: s->attended. */
+static void attend_to_keys(Step *s) {
+    const Model *model = s->model;
+    long size = padded(model->size);
+    s->parts = room(CHUNKS, 4 * s->rows * model->heads * s->chunks * (size + 2));
+    run(attend_to_chunk, s, s->num_spans * model->key_heads * s->chunks, s->least_chunks);
+    run(join_chunks, s, s->rows * model->heads, SHARE / (s->chunks * size) + 1);
 }
 
 /* Attention sublayer (model.layers.Attention): [rows, hidden] -> the same shape. */
@@ -311,12 +469,10 @@ static void attention(Step *s, const float *x, float *out) {
     long size = model->size, heads = model->heads, rows = s->rows;
     s->qkv = room(QKV, 4 * rows * (heads + 2 * model->key_heads) * size);
     s->queries = room(QUERIES, rows * heads * input_bytes(model->kind, size));
-    s->parts = room(CHUNKS, 4 * rows * heads * s->chunks * (size + 2));
     s->attended = room(ATTENDED, 4 * rows * heads * size);
     project(s, s->layer->qkv, 3, x, model->hidden, s->qkv);
     run(write_entries, s, s->num_spans, SHARE / (heads * size) + 1);
-    run(attend_to_chunk, s, s->num_spans * model->key_heads * s->chunks, s->least_chunks);
-    run(join_chunks, s, rows * heads, SHARE / (s->chunks * size) + 1);
+    attend_to_keys(s);
     project(s, &s->layer->o, 1, s->attended, heads * size, out);
 }
 
@@ -382,26 +538,11 @@ static void embed(const Model *model, const Text *text, float *x) {
 /* Logits [rows of all texts, vocab]; keys and values of the rows are written into the caches. */
 void step(const Model *model, const Text *texts, long count, float *logits) {
     Step s = {.model = model};
-    long hidden = model->hidden, positions = 0;
-    long span_rows = most(1, MOST_QUERIES / (model->heads / model->key_heads));
-    for (const Text *text = texts; text < texts + count; text++) {
-        s.rows += text->rows;
-        positions = most(positions, text->start + text->rows);
-    }
+    long hidden = model->hidden, first = 0; /* row of a text */
+    divide(&s, texts, count);
     float *x = room(X, 4 * s.rows * hidden);
-    Span *spans = room(SPANS, s.rows * sizeof(Span));
-    long first = 0; /* row of a text */
-    for (const Text *text = texts; text < texts + count; first += text->rows, text++) {
+    for (const Text *text = texts; text < texts + count; first += text->rows, text++)
         embed(model, text, x + first * hidden);
-        for (long row = 0; row < text->rows; row += span_rows)
-            spans[s.num_spans++] = (Span){text, first + row, text->start + row,
-                                          least(span_rows, text->rows - row)};
-    }
-    s.spans = spans;
-    s.chunks = (positions + CHUNK - 1) / CHUNK;
-    long queries = least(s.rows, span_rows) * (model->heads / model->key_heads);
-    long scores = least(positions, CHUNK) * queries;
-    s.least_chunks = SHARE_SCORES / scores + 1;
     for (long layer = 0; layer < model->num_layers; layer++)
         block(&s, &model->layers[layer], x);
     for (long row = 0; row < s.rows; row++)
@@ -409,4 +550,33 @@ void step(const Model *model, const Text *texts, long count, float *logits) {
     project(&s, &model->head, 1, x, hidden, logits);
     if (model->final_soft_cap)
         cap(logits, s.rows * model->head.rows, model->final_soft_cap);
+}
+
+static void round_queries(void *argument, long row) {
+    Step *s = argument;
+    long size = s->model->size, heads = s->model->heads;
+    for (long head = 0; head < heads; head++)
+        round_inputs(s->model->kind, s->x + (row * heads + head) * size, size,
+                     query_of(s, row, head));
+}
+
+int has_pairs(void) { return HAS_PAIRS; }
+
+/* Attention of a prompt's rows, whose entries are in a cache of one layer (model.layers.attend_
+ * causally): queries [rows, heads, size], with their rotary embeddings -> the same shape. */
+void attend(const Model *model, const Text *text, const float *queries, float *out) {
+    long heads = model->heads, numbers = heads * model->size; /* of a row */
+    long chunks = (text->start + text->rows) / CHUNK + 2;
+    long rows = most(1, least(MOST_ROWS, MOST_PARTS / (chunks * heads * padded(model->size))));
+    for (long row = 0; row < text->rows; row += rows) {
+        Text part = *text;
+        part.start += row;
+        part.rows = least(rows, text->rows - row);
+        Step s = {.model = model, .layer = model->layers, .x = queries + row * numbers};
+        divide(&s, &part, 1);
+        s.queries = room(QUERIES, s.rows * heads * input_bytes(model->kind, model->size));
+        s.attended = out + row * numbers;
+        run(round_queries, &s, s.rows, SHARE / numbers + 1);
+        attend_to_keys(&s);
+    }
 }

@@ -1,6 +1,7 @@
 """Drafts: the drafter and the policy that options and a plan mean, and what they need."""
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,28 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
     texts = [session.write(PROMPT) for _ in range(2)]
     assert len(measured) == granted == (session.estimates is not None)
     assert texts[0].tokens == texts[1].tokens
+
+
+@pytest.mark.parametrize("coupling", ["race", "ratio"])
+def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_long_ones(
+    coupling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SHORT": 8, "LONG": 32, "WINDOW": 8}.items():
+        monkeypatch.setattr(f"app.drafts.{name}", value)
+    session = load("tiny-llama", max_new_tokens=60, temperature=1.0, seed=1, coupling=coupling)
+    sample = session.begin(session.encode(PROMPT))
+    slot = session.slot_for(sample.source.longest)
+    session.read(sample, slot, session.model)
+    way = draft_of(session, sample, slot, session.model)
+    counted = []
+    for length in (5, 8, 9, 32, 33, 64):
+        counted.append(way.policy.costs_at(length))
+    short = ["low bits"]
+    assert [[*costs.steps] for costs in counted] == [short] * 4 + [[*short, "low bits, newest"]] * 2
+    different = [before is not after for before, after in pairwise(counted)]
+    assert different == [False, True, True, True, False]
+    texts = [session.write(PROMPT, draft=draft).tokens for draft in ("auto", "auto", "none")]
+    assert texts[0] == texts[1] and (coupling == "ratio" or texts[0] == texts[2])
 
 
 def test_without_drafts_no_copies_are_made(session: Session) -> None:

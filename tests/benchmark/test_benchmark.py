@@ -38,7 +38,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(sections, "STRUCTURED_TOKENS", 24)
         patch.setattr(sections, "LENGTHS", (8, 64, 2048))
         patch.setattr(sections, "TOGETHER", (1, 3))
-        assert command.main([*RUN.split(), *sections.SECTIONS, *files]) == 0
+        asked = [name for name in sections.SECTIONS if name != "context"]
+        assert command.main([*RUN.split(), *asked, "--context", "600", *files]) == 0
     assert "<svg" in (place / "report.svg").read_text()
     return json.loads((place / "report.json").read_text())
 
@@ -48,6 +49,7 @@ def test_all_ways_are_measured_and_all_texts_are_the_plain_ones(report: dict[str
     for section, ways, equal in (
         ("speed", [*OURS, *THEIRS], "2/2"),
         ("structured", ["plain", "forced", "low bits", "auto"], "8/8"),
+        ("context", ["plain", "lookup", "low bits", "auto", "low bits, newest 512"], "1/1"),
         ("together", ["plain", "model", "auto"] * 2, "1/1"),  # of one text, and of three
     ):
         assert {row["equal"] for row in report[section]} == {equal}

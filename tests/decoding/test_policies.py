@@ -61,7 +61,7 @@ def test_the_gate_closes_after_an_unsure_token_and_else_is_its_inner_policy() ->
 def auto(step: float, row: float = 0.05, **more: Any) -> Auto:
     """The choice between a model and a lookup, at these costs in plain steps."""
     drafters = {"model": Always(), "lookup": PromptLookup(VOCAB)}
-    return Auto(drafters, Costs({"model": step}, row), **more)
+    return Auto(drafters, lambda length: Costs({"model": step}, row), **more)
 
 
 VOCAB = 11
@@ -156,7 +156,7 @@ def test_auto_learns_of_a_lookup_that_was_not_taken() -> None:
 def test_the_draft_of_the_largest_expected_speedup_is_taken_and_the_other_tried_again() -> None:
     costs = Costs({"plan": 0.1, "low bits": 0.1}, 0.05)
     priors = {"plan": 0.8, "low bits": 0.9}
-    policy = Auto({"plan": Always(), "low bits": Always()}, costs, priors=priors)
+    policy = Auto({"plan": Always(), "low bits": Always()}, lambda length: costs, priors=priors)
     names = []
     for number in range(80):
         text = text_of([1, 2], vocab=VOCAB)

@@ -132,7 +132,7 @@ def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
             for found, right in zip(
                 [*cache.keys, *cache.values], [*expected.keys, *expected.values], strict=True
             ):
-                torch.testing.assert_close(found, right, rtol=0, atol=2e-5)
+                torch.testing.assert_close(found, right, rtol=0, atol=5e-5)
 
 
 FULL, SKIPPING = LayerPlan.full(3), LayerPlan.skipping(3, attention=[1], mlp=[])

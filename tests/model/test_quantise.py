@@ -175,6 +175,7 @@ def by_hand(model: Decoder, plan: LayerPlan) -> torch.Tensor:
     head = other.embed_tokens.weight if other.lm_head is None else other.lm_head.weight
     head = head if plan.head == FULL else quantise(head, plan.head).dequantised(model.dtype)
     skipping = LayerPlan.skipping(3, plan.skipped_attention, plan.skipped_mlp)
+    skipping = replace(skipping, window=plan.window)
     hidden = other.norm(other.hidden(TOKENS, plan=skipping))
     logits = (hidden if plan.head == FULL else round_inputs(hidden)) @ head.T
     cap = model.config.final_soft_cap

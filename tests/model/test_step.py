@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,6 +29,7 @@ from model.fast import accelerate, compiled
 from model.fast.cpu import FastDecoder
 from model.plan import LOW_BITS, LayerPlan
 from tests import laws
+from tests.calls import recorded
 from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans
 
@@ -115,10 +118,10 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(
     name: str, dtype: torch.dtype, bits: int | None
 ) -> None:
     """Logits and cache entries, alone and in steps of 2 to 17, 64 and 65 rows, across windows; in
-    low bits too, beside a skipped sublayer.
+    low bits too, beside a skipped sublayer, and across the window of a plan.
     """
     model, text = accelerate(random_model(name, dtype)), tokens_for(30 + COUNTS[-1])
-    plan = bits and LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
+    plan = bits and replace(LayerPlan.skipping(3, [1], []).in_bits(bits, bits), window=32)
     caches = model.new_cache(128), model.new_cache(128)
     for cache in caches:
         model.prefill(text[:, :30], cache)
@@ -204,14 +207,33 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 
 
 @torch.inference_mode()
-def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
+def test_a_prompt_is_read_in_float32_where_the_processor_does_not_multiply_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = tokens_for(60)
+    found = []
+    for has_pairs, dtype in ((1, torch.bfloat16), (0, torch.float32)):
+        monkeypatch.setattr(compiled.library(), "has_pairs", lambda has=has_pairs: has)
+        model = accelerate(random_model("qwen2"))
+        cache = model.new_cache(60)
+        with monkeypatch.context() as patch:
+            dtypes = recorded(patch, F, "linear", lambda x, *_: x.dtype)
+            model.prefill(text, cache)
+        assert {*dtypes} == {dtype}
+        found.append(torch.stack(entries(cache)).float())
+    assert (found[0] - found[1]).abs().mean() < 0.01 * found[0].abs().mean()
+
+
+@torch.inference_mode()
+def test_the_products_of_a_prompt_are_torchs_and_long_calls_are_cut_into_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, text = accelerate(random_model("llama")), tokens_for(200)
     cache, call = model.new_cache(200), Mock(wraps=compiled.call)
     monkeypatch.setattr("model.fast.cpu.call", call)
     model.prefill(text[:, :100], cache)
-    assert not call.called and cache.length == 100
+    assert {each.args[0] for each in call.call_args_list} == {"attend"} and cache.length == 100
+    call.reset_mock()
     model(text[:, 100:], cache, 100)
     assert [each.args[2][0].rows for each in call.call_args_list] == [64, 36]
     assert cache.length == 200

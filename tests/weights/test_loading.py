@@ -243,6 +243,7 @@ def test_another_tensor_makes_another_fingerprint(tmp_path: Path) -> None:
         ),
         ({"mlp": [0]}, DraftPlan(LayerPlan.skipping(4, [], [0]))),
         ({"bits": 4}, DraftPlan(LayerPlan((4, 4, 4, 4), (4, 4, 4, 4), 16))),
+        ({"attn": [], "window": 9}, DraftPlan(LayerPlan((16,) * 4, (16,) * 4, 16, 9))),
         (
             {"attn": [1], "bits": 8, "head_bits": 8},
             DraftPlan(LayerPlan((8, 0, 8, 8), (8, 8, 8, 8), 8)),
@@ -256,7 +257,15 @@ def test_another_tensor_makes_another_fingerprint(tmp_path: Path) -> None:
             DraftPlan(LayerPlan((16, 16, 16, 16), (4, 4, 4, 4), 16)),
         ),
     ],
-    ids=["skips, gamma and threshold", "an MLP", "bits", "and of the head", "of each", "of MLPs"],
+    ids=[
+        "skips, gamma and threshold",
+        "an MLP",
+        "bits",
+        "a window",
+        "and of the head",
+        "of each",
+        "of MLPs",
+    ],
 )
 def test_a_plan_file_is_read_with_all_it_says(
     tmp_path: Path, value: Any, expected: DraftPlan
@@ -289,6 +298,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path_factory: Any, plan: LayerPlan
         ({"attn": [], "mlp": [-1]}, "mlp must be a list of different layers"),
         ({"attn": [[1]]}, "found [[1]]"),
         ({"attn": 3}, "found 3"),
+        ({"attn": [], "window": 0}, "window must be a whole number of at least 1, found 0"),
         ({"attn": [], "gamma": -1}, "gamma"),
         ({"attn": [], "threshold": 1.1}, "threshold"),
         ('{"attn": [], "threshold": NaN}', "threshold"),

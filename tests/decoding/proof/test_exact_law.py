@@ -240,8 +240,8 @@ def test_real_modules_with_their_real_caches_keep_the_law_along_every_axis(
 def test_real_drafts_across_the_edge_of_a_window_keep_the_law(
     family: str, drafter: str, policy: str
 ) -> None:
-    """Three tokens after a prompt longer than the windows of two."""
-    request = Request(prompt=(0, 1, 1, 0), params=SamplingParams(1.5), max_new_tokens=3)
+    """Three tokens after a prompt longer than the windows of two, and than a plan's first keys."""
+    request = Request(prompt=(0, 1, 1, 0, 0, 1), params=SamplingParams(1.5), max_new_tokens=3)
     setup = Setup(REAL_DRAFTERS[drafter], AXES["policy"][policy])
     for coupling in ("ratio", "block"):
         assert bias(uncached(family, vocab=2), request, setup, coupling) < EXACT
