@@ -31,7 +31,7 @@ def test_a_turn_reads_only_what_is_new(session: Session, monkeypatch: pytest.Mon
     prompt = answer.source.tokens[: answer.source.prompt_length]
     ((new),) = read
     assert prompt[-1 - len(new) : -1] == new and len(new) < 20 < len(before)
-    assert prompt == session.encode_messages(chat.messages[:-1])
+    assert prompt == session.encode(chat.messages[:-1])
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "race"])

@@ -61,7 +61,7 @@ def test_a_call_or_ctrl_c_ends_a_stream_and_the_session_goes_on(session: Session
     stream = session.stream(FOX)
     next(stream)
     whole = session.write(FOX)
-    assert list(stream) == [] and len(whole.tokens) == 12
+    assert "cut this stream off" in refusal(list, stream) and len(whole.tokens) == 12
     stream = session.stream(FOX)
     next(stream)
     with pytest.raises(KeyboardInterrupt):
