@@ -13,7 +13,7 @@ from rich.console import Console
 
 from app.command_line import say
 from app.output import in_words
-from app.session import ContextFull, Rounds, Sample, Session, Slot, pieces
+from app.session import ContextFull, Sample, Session, Slot, pieces
 from app.trace import LiveTrace
 from decoding.rounds import Round
 from model.errors import InputError
@@ -58,36 +58,33 @@ class Chat:
     def rounds(self, text: str, **options: object) -> Iterator[Round]:
         """Return the rounds in which the model's answer is written, which is then ``sample``."""
         session = self.session
-        with session.lock:
-            session.streaming.close()
-            given = session.merged(self.options, options)
-            messages = [*self.messages, {"role": "user", "content": text}]
-            if self.slot is None:
-                self.slot = session.new_slot(session.capacity())
-            capacity = self.slot.cache.capacity
-            try:
-                ids = session.encode(messages, given, capacity)
-            except ContextFull as error:
-                raise ContextFull(f"{error}, or forget the oldest turns") from None
-            room = min(given.max_new_tokens, capacity - len(ids))
-            self.sample = session.begin(ids, given.merged({"max_new_tokens": room}))
-            self.sample.continues = True
-            return session.locked(self.sample, self._answer(messages, self.sample))
+        given = session.merged(self.options, options)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        if self.slot is None:
+            self.slot = session.new_slot(session.capacity())
+        capacity = self.slot.cache.capacity
+        try:
+            ids = session.encode(messages, given, capacity)
+        except ContextFull as error:
+            raise ContextFull(f"{error}, or forget the oldest turns") from None
+        room = min(given.max_new_tokens, capacity - len(ids))
+        self.sample = session.begin(ids, given.merged({"max_new_tokens": room}))
+        self.sample.continues = True
+        return self._answer(messages, self.sample)
+
+    def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
+        # nothing is kept of a turn that could not be answered
+        for round in self.session.rounds(sample, self.slot):
+            self.messages = [*messages, {"role": "assistant", "content": sample.text}]
+            yield round
 
     def forget(self) -> None:
-        """Forget the oldest turn of the user, if any, with its answer."""
-        with self.session.lock:
-            self.session.streaming.close()  # an answer that is not read to its end is kept then
-            users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
-            begin, end = [*users, len(self.messages), len(self.messages)][:2]
-            del self.messages[begin:end]
-
-    def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Rounds:
-        try:
-            yield from self.session.rounds(sample, self.slot)
-        finally:
-            if sample.rounds:  # nothing is kept of a turn that could not be answered
-                self.messages = [*messages, {"role": "assistant", "content": sample.text}]
+        """Forget the oldest turn of the user, if any, with its answer. It ends a stream."""
+        if self.slot:
+            self.slot.text = None
+        users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
+        begin, end = [*users, len(self.messages), len(self.messages)][:2]
+        del self.messages[begin:end]
 
 
 class Terminal:

@@ -327,8 +327,8 @@ class Options:
 
     @property
     def rule(self) -> Rule:
-        """Rule of verification, by default the race, with the seed of ``seeded`` options."""
-        return Rule(self.coupling or "race", self.seed)
+        """Rule of verification, by default the race; without a seed a new one each time."""
+        return Rule(self.coupling or "race", self.seeded().seed)
 
     @property
     def repeat_with(self) -> str:

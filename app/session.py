@@ -7,8 +7,8 @@ Knows nothing of screens, sockets and argument lists.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from decoding.auto import Costs, Estimates
     from decoding.grammar import GrammarConstraint, Vocabulary
 
-Rounds = Generator[Round, None, None]
-
 POSITIONS = 1024  # a cache is made for a multiple of these
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
@@ -56,13 +54,14 @@ WARM_UP = 8  # tokens that are written before anything is timed
 
 @dataclass
 class Slot:
-    """A KV cache, and the tokens whose entries it holds.
+    """A KV cache, the ``text`` that is written on it, and the tokens whose entries it holds.
 
     The first ``read`` of them are a prompt's, in the chunks of a fresh reading. ``draft_caches``
     are those of draft models, by name.
     """
 
     cache: KVCache
+    text: Text | None = None
     tokens: list[int] = field(default_factory=list)
     read: int = 0
     draft_caches: dict[str, KVCache] = field(default_factory=dict)
@@ -163,7 +162,7 @@ class Session:
     stand in place of those that the session was made with.
 
     The weights are loaded when they are first used. One call is answered at a time: another
-    thread's waits for it. A call ends a stream that has not ended, whose reader gets an InputError.
+    thread's waits for it. A call ends a stream that has not ended, which then raises InputError.
     ``sample`` is the last text that ``write`` or ``stream`` began.
     """
 
@@ -181,7 +180,6 @@ class Session:
         self.slot: Slot | None = None
         self.sample: Sample | None = None
         self.lock = RLock()
-        self.streaming: Rounds = (each for each in ())
         self.draft_models: dict[str, Decoder] = {}
         self.prepared: set[LayerPlan] = set()
         # of all texts that no draft length can change
@@ -357,22 +355,24 @@ class Session:
         slot: Slot | None = None,
         target: Model | None = None,
         observer: Observer | None = None,
-    ) -> Rounds:
+    ) -> Iterator[Round]:
         """Prepare the draft of a text, read its prompt, and write it to its end; yields the rounds.
 
         ``target`` is the model as the loop calls it, which differs from the session's where several
         texts share steps. Raises InputError.
         """
         text = sample.source
-        slot = slot or self.slot_for(text.longest)
-        target = target or self.model
         called = now(self.device)
-        slot.keep(text.tokens[:-1], not sample.continues)
-        strategy = strategy_of(self, sample, slot, target)
-        sample.draft = strategy.name
-        sample.is_plain = strategy.policy.gamma == 0
-        prepared = now(self.device)
-        self.read(sample, slot, target)
+        with self.lock:
+            slot = slot or self.slot_for(text.longest)
+            target = target or self.model
+            slot.text = text
+            slot.keep(text.tokens[:-1], not sample.continues)
+            strategy = strategy_of(self, sample, slot, target)
+            sample.draft = strategy.name
+            sample.is_plain = strategy.policy.gamma == 0
+            prepared = now(self.device)
+            self.read(sample, slot, target)
         began = now(self.device)
         sample.prompt_seconds = began - prepared
         sample.wait = began - called
@@ -387,18 +387,25 @@ class Session:
             sample.rule.verify,
             observer=observer,
         )
-        while round := self._next(rounds, sample):
+        while text.finish is None:
+            with self.lock:
+                if slot.text is not text:
+                    raise InputError(
+                        "another call of the session cut this stream off: read a stream to its end,"
+                        " or load the model twice"
+                    )
+                round = self._next(rounds, sample)
+                slot.tokens = text.tokens[:-1]
             sample.timeline.append((round, sample.seconds + now(self.device) - began))
             sample.trouble = self.model.trouble  # a step may have fallen back
             sample.statistics.add(round)
-            slot.tokens = text.tokens[:-1]
             yield round
             began = now(self.device)
 
-    def _next(self, rounds: Iterator[Round], sample: Sample) -> Round | None:
-        """Return the next round; None at the end. A dead end has the grammar's reason, if any."""
+    def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
+        """Return the next round. A dead end has the grammar's reason, if any."""
         try:
-            return next(rounds, None)
+            return next(rounds)
         except DeadEnd:
             trouble = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
             if trouble:
@@ -407,8 +414,9 @@ class Session:
 
     def finish(self, sample: Sample) -> Sample:
         """Write a text to its end, and return it."""
-        for _ in self.rounds(sample):
-            pass
+        with self.lock:
+            for _ in self.rounds(sample):
+                pass
         return sample
 
     def warm_up(self, ids: Sequence[int], options: Options | None = None) -> None:
@@ -420,39 +428,17 @@ class Session:
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
-        with self.lock:
-            for _ in self.stream(prompt, **options):
-                pass
-            return self.sample
+        return self.finish(self._begun(prompt, options))
 
     def stream(self, prompt: Prompt, **options: object) -> Iterator[str]:
         """Return the text after a prompt, in pieces as they are written. Raises InputError."""
-        with self.lock:
-            self.streaming.close()
-            given = self.merged(options)
-            self.sample = self.begin(self.encode(prompt, given), given)
-            return pieces(self.sample, self.locked(self.sample, self.rounds(self.sample)))
+        sample = self._begun(prompt, options)
+        return pieces(sample, self.rounds(sample))
 
-    def locked(self, sample: Sample, rounds: Rounds) -> Iterator[Round]:
-        """Return the rounds of a text, each written while no other thread writes.
-
-        They become the last call's. Raises InputError where another call cuts them off.
-        """
-        self.streaming = rounds
-
-        def written() -> Iterator[Round]:
-            with closing(rounds):
-                while sample.source.finish is None:
-                    with self.lock:
-                        if self.streaming is not rounds:
-                            raise InputError(
-                                "another call of the session cut this stream off: read a stream to"
-                                " its end, or load the model twice"
-                            )
-                        round = next(rounds)
-                    yield round
-
-        return written()
+    def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
+        given = self.merged(options)
+        self.sample = sample = self.begin(self.encode(prompt, given), given)
+        return sample
 
     def write_all(self, prompts: Sequence[Prompt], **options: object) -> list[Sample]:
         """Return a text after each prompt, written in shared steps where the device has them.
@@ -462,18 +448,17 @@ class Session:
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        with self.lock:
-            self.streaming.close()
-            given = self.merged(options).seeded()
-            ids = [self.encode(prompt, given) for prompt in prompts]
-            samples = [self.begin(each, given, number) for number, each in enumerate(ids)]
-            self.finish_all(samples)
+        given = self.merged(options).seeded()
+        ids = [self.encode(prompt, given) for prompt in prompts]
+        samples = [self.begin(each, given, number) for number, each in enumerate(ids)]
+        self.finish_all(samples)
         return samples
 
     def finish_all(self, samples: Sequence[Sample]) -> None:
         """Write texts to their ends: see ``rounds_of_all``."""
-        for _ in self.rounds_of_all(samples):
-            pass
+        with self.lock:
+            for _ in self.rounds_of_all(samples):
+                pass
 
     def rounds_of_all(self, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Round]]:
         """Write texts to their ends, together where they share steps; yields their rounds.
