@@ -49,6 +49,7 @@ POSITIONS = 1024  # a cache is made for a multiple of these
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
 MOST_TOGETHER = 16  # texts that share steps
+THINK = b"<think>"  # the end of a prompt whose template opens a thinking part
 WARM_UP = 8  # tokens that are written before anything is timed
 
 
@@ -273,7 +274,8 @@ class Session:
         """
         options = options or self.options
         ids = self.fitting(encode_prompt(self.tokenizer, prompt, options), context)
-        opens_thinking = self.labels.spelled(ids[-3:]).rstrip().endswith(b"<think>")
+        end = self.labels.spelled(ids[-2 * len(THINK) :])
+        opens_thinking = end.rstrip().endswith(THINK)
         if opens_thinking and (options.stop or any(getattr(options, name) for name in GRAMMARS)):
             say(
                 "the chat template opens a thinking part: grammar and stop strings begin in it,"
