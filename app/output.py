@@ -103,6 +103,8 @@ def in_words(sample: Sample) -> str:
         line += (
             f": {statistics.acceptance_rate:.0%} of {statistics.drafted} drafted tokens accepted"
         )
+    elif not sample.is_plain:
+        line += ": nothing drafted"
     line += f", {statistics.tokens_per_round:.2f} tokens a round; prompt read in"
     line += f" {sample.prompt_seconds:.2f} s, first token after {sample.first_token_seconds:.2f} s"
     return f"{line}; {sample.trouble}" if sample.trouble else line
