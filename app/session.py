@@ -452,8 +452,10 @@ class Session:
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
         given = self.merged(options).seeded()
-        ids = [self.encode(prompt, given) for prompt in prompts]
-        samples = [self.begin(each, given, number) for number, each in enumerate(ids)]
+        samples = [
+            self.begin(self.encode(prompt, given), given, number)
+            for number, prompt in enumerate(prompts)
+        ]
         self.finish_all(samples)
         return samples
 
