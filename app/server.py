@@ -209,7 +209,7 @@ def begin(session: Session, body: CompletionBody | ChatBody) -> Sample:
         plain = replace(options, chat=False, system=None)
         return session.begin(session.encode(body.prompt, plain), options)
     messages = [{"role": each.role, "content": each.content} for each in body.messages]
-    sample = session.begin(session.encode_messages(messages, options), options)
+    sample = session.begin(session.encode(messages, options), options)
     sample.continues = True
     return sample
 

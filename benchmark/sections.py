@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from app.drafts import WINDOW, draft_of
+from app.drafts import WINDOW, strategy_of
 from app.files import read_json
 from app.options import Options
 from app.session import Session
@@ -71,9 +71,9 @@ def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device
     kinds = [*dict.fromkeys(case.kind for case in cases)]
     rows = []
     for name, own in texts.items():
-        told = Statistics()
+        statistics = Statistics()
         for round in chain.from_iterable(text.rounds for text in own):
-            told.add(round)
+            statistics.add(round)
         lengths = [len(text.tokens) for text in own]
         equal = [one.tokens == two.tokens for one, two in zip(own, texts["plain"], strict=True)]
         speedups = [*map(truediv, seconds["plain"], seconds[name])]
@@ -84,8 +84,8 @@ def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device
             "decoder": name,
             "tokens/s": spread(map(truediv, lengths, seconds[name])),
             "speed-up": spread(speedups),
-            "accepted": told.acceptance_rate,
-            "a round": told.tokens_per_round or None,
+            "accepted": statistics.acceptance_rate,
+            "a round": statistics.tokens_per_round or None,
             "equal": f"{sum(equal)}/{len(equal)}",
             "kinds": kinds,
             "tokens": lengths,
@@ -105,7 +105,7 @@ def costs_section(bench: Bench) -> list[Row]:
     for name, options in bench.drafts.items():
         if options.draft not in ("lookup", "auto") and not options.adaptive:
             sample = begin(session, options, Case("", [0], 1))
-            drafters[name] = draft_of(session, sample, slot, session.model).drafter
+            drafters[name] = strategy_of(session, sample, slot, session.model).drafter
     drafts = {name: (each.model, each.cache, each.plan) for name, each in drafters.items()}
     return measure_costs(session.model, slot.cache, drafts)
 

@@ -90,7 +90,7 @@ def write(session: Session, slot: Slot, options: Options, case: Case) -> Written
     """Return the text of a case, on a cache that all ways share."""
     sample = begin(session, options, case)
     if case.reads_prompt:
-        slot.prompt = []
+        slot.tokens = []
     rounds = [*session.rounds(sample, slot)]
     return Written(sample.tokens, rounds, None if case.reads_prompt else sample.seconds)
 

@@ -5,11 +5,13 @@ Two kinds of files are read into the tokenizers library: ``tokenizer.json``, its
 alphabet with a character per byte, or by the rules of sentencepiece.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sentencepiece
@@ -64,7 +66,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
         files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
-        path = next((file for file in files if file.exists()), None)
+        path = next((file for file in files if file.is_file()), None)
         if path is None:
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
@@ -134,9 +136,14 @@ class Tokenizer:
         placeholder = self.library.token_to_id(self.placeholder)
         return [next(control) if number == placeholder else number for number in ids]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], answer: str = "") -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        answer: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Return the token ids of a conversation, up to the beginning of the assistant's answer, or
-        up to the end of an ``answer`` that has begun.
+        up to the end of an ``answer`` that has begun. The template also has these ``variables``.
 
         Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of
         control tokens are control tokens in the template, and text in a content. Raises InputError
@@ -145,7 +152,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
         hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
-        rendered = self._render(hidden) + self._hide_names(answer)
+        rendered = self._render(hidden, variables) + self._hide_names(answer)
         # The names that the template has, and the texts between them. A hidden name does not match:
         # it is in pieces, or one character before a placeholder.
         parts = re.split(f"({self.any_name.pattern})(?!{self.placeholder})", rendered)
@@ -159,8 +166,8 @@ class Tokenizer:
             lambda found: "".join(character + self.placeholder for character in found[0]), text
         )
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        """Return the text of a conversation by the chat template, with the variables of
+    def _render(self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any]) -> str:
+        """Return the text of a conversation by the chat template, with these variables and those of
         transformers.
         """
 
@@ -170,6 +177,7 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
+        environment.filters["tojson"] = to_json
         template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # both are a scope
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
@@ -182,6 +190,7 @@ class Tokenizer:
                     raise_exception=refuse,
                     strftime_now=lambda form: datetime.now().strftime(form),
                     **self.names,
+                    **variables,
                 )
             )
 
@@ -224,6 +233,11 @@ def plain_chat(template: Any) -> str | None:
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     return None if template is None else as_text(template)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+    """Return JSON for a chat template, by the filter of transformers: Jinja's escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 
 def as_text(value: Any) -> str:

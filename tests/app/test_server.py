@@ -227,7 +227,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"response_format": {"type": "json_schema"}}, 400, "response_format", "with a schema"),
     (TEXT, {"structured_outputs": {"json": "{"}}, 400, None, "Invalid JSON"),
     (TEXT, {"structured_outputs": {"json": {"not": {}}}}, 400, None, "Unimplemented keys"),
-    (TEXT, {"structured_outputs": {"regex": "("}}, 400, None, "regex: unclosed group"),
+    (TEXT, {"structured_outputs": {"regex": "("}}, 400, None, "regular expression: unclosed group"),
     (TEXT, {"structured_outputs": {"regex": "a", "json": {}}}, 400, None, "give one of"),
     (TEXT, {"structured_outputs": {"grammar": "a.lark"}}, 400, "structured_outputs.grammar", "st"),
     (TEXT, [], 400, None, "the body: Input should be an object"),
@@ -377,7 +377,7 @@ def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Serve
     with served.begin(TEXT, {**ENDLESS, "stream": True}) as other:
         assert other.recv(10)
         with served.begin(path, asked):
-            until(lambda: len(served.worker.together.loops) == 2)
+            until(lambda: len(served.worker.jobs) == 2 and served.worker.jobs[1].writing)
             job = served.worker.jobs[1]
         until(lambda: job.writing.dead)
         assert served.worker.together.loops == [served.worker.jobs[0].writing]
