@@ -20,16 +20,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from app.options import KINDS
-from app.server import (
-    MAX_BODY,
-    MAX_WAITING,
-    OPTIONS,
-    ChatBody,
-    CompletionBody,
-    Job,
-    begin,
-    refusal,
-)
+from app.server.network import MAX_BODY
+from app.server.requests import OPTIONS, ChatBody, CompletionBody, begin, complaint
+from app.server.worker import MAX_WAITING, Job
 from model.errors import InputError
 from tests.calls import recorded
 from tests.commands import Run
@@ -288,9 +281,8 @@ def test_any_fields_are_a_text_or_a_refusal(
     try:
         sample = begin(served.worker.session, kind.model_validate_json(json.dumps(body | prompt)))
     except (InputError, ValidationError) as error:
-        response = refusal(None, error)
-        message = json.loads(response.body)["error"]["message"]
-        assert response.status_code == 400 and "\n" not in message
+        message, _ = complaint(error)
+        assert message and "\n" not in message
     else:
         assert sample.options.draft in KINDS and (sample.options.gamma or 0) <= 32
         assert sample.options.draft_model is sample.options.plan is None

@@ -49,7 +49,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"--serve {place}: " in run("--serve", place, "--model", chat_model).complaint
-    monkeypatch.delitem(sys.modules, "app.server", raising=False)
+    monkeypatch.delitem(sys.modules, "app.server.network", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = run("--serve", "0", "--model", chat_model).complaint
     assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said
