@@ -33,6 +33,8 @@ KINDS = {  # of draft, with their descriptions in --help
     "model": "a smaller model with the same tokenizer (--draft-model)",
 }
 GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
+SHORT_TEXT = 256  # tokens of a text by default
+WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context ends it
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 # kinds whose draft length the options may set; "class" is one of the user
 LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
@@ -50,7 +52,7 @@ OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
 # options of a command line alone: its prompt, the number of its texts, and its output
 OF_THE_COMMAND = (
     *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
-    *("serve", "interactive"),
+    *("serve", "allow_host", "queue", "interactive"),
 )
 WANTED = {int: "a whole number", float: "a number", bool: "True or False"}  # by an option's type
 EPILOG = """kinds of draft:
@@ -165,8 +167,13 @@ class Options:
         most=1,
     )
 
-    max_new_tokens: int = option(
-        int, 256, "most tokens to write", group="sampling", metavar="N", least=1
+    max_new_tokens: int | None = option(
+        int,
+        None,
+        f"most tokens to write (default: {SHORT_TEXT}; with --serve, as many as the context holds)",
+        group="sampling",
+        metavar="N",
+        least=1,
     )
     temperature: float = option(float, 0.0, "0: greedy", group="sampling", metavar="T")
     top_k: int = option(
@@ -192,6 +199,20 @@ class Options:
         "make tokens of the text so far less likely, above 1; 1: off",
         group="sampling",
         metavar="R",
+    )
+    frequency_penalty: float = option(
+        float,
+        0.0,
+        "subtract F from a token's score for each time that the text has it; 0: off",
+        group="sampling",
+        metavar="F",
+    )
+    presence_penalty: float = option(
+        float,
+        0.0,
+        "subtract P from the scores of tokens that the text has; 0: off",
+        group="sampling",
+        metavar="P",
     )
     seed: int | None = option(
         int,
@@ -290,6 +311,21 @@ class Options:
         group="output",
         metavar="[HOST:]PORT",
     )
+    allow_host: tuple[str, ...] = option(
+        list,
+        (),
+        "with --serve, answer requests to this name of the machine too",
+        group="output",
+        metavar="NAME",
+    )
+    queue: int | None = option(
+        int,
+        None,
+        "with --serve, most requests that wait (default: 64)",
+        group="output",
+        metavar="N",
+        least=0,
+    )
     interactive: bool = option(
         bool, False, "hold a conversation, an answer to each line", group="output"
     )
@@ -297,6 +333,8 @@ class Options:
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(self, each.name, checked(each, getattr(self, each.name)))
+        if self.max_new_tokens is None:
+            object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if self.serve else SHORT_TEXT)
         self._check_draft()
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
@@ -309,6 +347,8 @@ class Options:
                 "--serve and --interactive stand alone: they take no prompt, --num-samples,"
                 " --compare or --json, and --serve no --trace"
             )
+        if not self.serve and (self.allow_host or self.queue is not None):
+            raise InputError("--allow-host and --queue have no effect without --serve")
         _ = self.params  # which checks its numbers
 
     def _check_draft(self) -> None:
