@@ -35,6 +35,7 @@ KINDS = {  # of draft, with their descriptions in --help
 GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
 SHORT_TEXT = 256  # tokens of a text by default
 WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context ends it
+QUEUE = 64  # most requests that wait, of a server
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 # kinds whose draft length the options may set; "class" is one of the user
 LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
@@ -318,10 +319,10 @@ class Options:
         group="output",
         metavar="NAME",
     )
-    queue: int | None = option(
+    queue: int = option(
         int,
-        None,
-        "with --serve, most requests that wait (default: 64)",
+        QUEUE,
+        "with --serve, most requests that wait",
         group="output",
         metavar="N",
         least=0,
@@ -347,7 +348,7 @@ class Options:
                 "--serve and --interactive stand alone: they take no prompt, --num-samples,"
                 " --compare or --json, and --serve no --trace"
             )
-        if not self.serve and (self.allow_host or self.queue is not None):
+        if not self.serve and (self.allow_host or self.queue != QUEUE):
             raise InputError("--allow-host and --queue have no effect without --serve")
         _ = self.params  # which checks its numbers
 

@@ -5,8 +5,9 @@ Knows nothing of sessions and caches.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from app.files import explaining, read_text
@@ -57,28 +58,35 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, options: Options) -> list[i
     return tokenizer.encode(prompt)
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    options: Options,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Return the token ids of a conversation, up to the beginning of the next answer.
 
     The system message of the options comes first, unless the conversation has one. The model is
     told the JSON schema, if any, at the end of the system message or, where the chat template
-    refuses one, of the first message. Raises InputError as ``Tokenizer.encode_chat`` does.
+    refuses one, of the first message. ``variables`` are those of the template. Raises InputError as
+    ``Tokenizer.encode_chat`` does.
     """
+    encode = partial(tokenizer.encode_chat, variables=variables)
     messages = [*messages]
     has_system = bool(messages) and messages[0]["role"] == "system"
     if options.system is not None and not has_system:
         messages = [{"role": "system", "content": options.system}, *messages]
         has_system = True
     if options.json_schema is None:
-        return tokenizer.encode_chat(messages)
+        return encode(messages)
     with explaining("--json-schema is no JSON", (ValueError, RecursionError), "json_schema"):
         schema = json.dumps(json.loads(read_schema(options)))
     line = f"Answer in JSON that follows this schema: {schema}"
     if not has_system:
         with suppress(InputError):
-            return tokenizer.encode_chat([{"role": "system", "content": line}, *messages])
+            return encode([{"role": "system", "content": line}, *messages])
     first = {**messages[0], "content": f"{messages[0]['content']}\n{line}"}
-    return tokenizer.encode_chat([first, *messages[1:]])
+    return encode([first, *messages[1:]])
 
 
 def read_grammar(kind: str, options: Options) -> str:

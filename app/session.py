@@ -7,12 +7,12 @@ Knows nothing of screens, sockets and argument lists.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -231,9 +231,17 @@ class Session:
         ids = encode_prompt(self.tokenizer, checked_prompt(prompt), options or self.options)
         return self.fitting(ids)
 
-    def encode_messages(self, messages: Messages, options: Options | None = None) -> list[int]:
-        """Return the token ids of a conversation, up to the beginning of the next answer."""
-        return self.fitting(encode_chat(self.tokenizer, messages, options or self.options))
+    def encode_messages(
+        self,
+        messages: Messages,
+        options: Options | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, up to the beginning of the next answer, with
+        ``variables`` of the chat template.
+        """
+        options = options or self.options
+        return self.fitting(encode_chat(self.tokenizer, messages, options, variables))
 
     def fitting(self, ids: list[int]) -> list[int]:
         """Return these token ids. Raises InputError for ids outside the model's vocabulary, and for

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from app.options import parse
 from app.session import Session
 from tests.folders import LLAMA, write_folder
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor"
-    " %}assistant:"
+    " %}assistant:{{ ' (' + tone + ')' if tone }}"
 )
 CONTEXT = 1 << 12
 
@@ -39,9 +41,10 @@ def chat_folder(folder: Path) -> Path:
 
 @dataclass
 class Served:
-    """A running server."""
+    """A running server, and the lines of its log."""
 
     server: Server
+    log: list[str]
 
     @property
     def worker(self) -> Worker:
@@ -83,17 +86,20 @@ class Served:
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
-    from app.server.network import Server
+    from app.server import network
 
-    server = Server(Session(parse(["--serve", "0", *arguments])))
+    server = network.Server(Session(parse(["--serve", "0", *arguments])))
     thread = threading.Thread(target=server.serve_until_stopped)
-    thread.start()
-    until(lambda: server.started)
-    try:
-        yield Served(server)
-    finally:
-        server.should_exit = True
-        thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        log: list[str] = []
+        patch.setattr(network, "say", log.append)
+        thread.start()
+        until(lambda: server.started)
+        try:
+            yield Served(server, log)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def until(true: Callable[[], Any], patience: float = 60.0) -> None:

@@ -5,6 +5,7 @@ Two kinds of files are read into the tokenizers library: ``tokenizer.json``, its
 alphabet with a character per byte, or by the rules of sentencepiece.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import sentencepiece
 import tokenizers
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -134,18 +136,25 @@ class Tokenizer:
         placeholder = self.library.token_to_id(self.placeholder)
         return [next(control) if number == placeholder else number for number in ids]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], answer: str = "") -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        answer: str = "",
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the token ids of a conversation, up to the beginning of the assistant's answer, or
         up to the end of an ``answer`` that has begun.
 
         Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of
-        control tokens are control tokens in the template, and text in a content. Raises InputError
-        without a template, or if it refuses.
+        control tokens are control tokens in the template, and text in a content. ``variables`` are
+        those of the template, JSON values in which these names are text too. Raises InputError
+        without a template, if it refuses, or if it does not read a variable.
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
         hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
-        rendered = self._render(hidden) + self._hide_names(answer)
+        given = json.loads(self._hide_names(json.dumps(variables or {}, ensure_ascii=False)))
+        rendered = self._render(hidden, given) + self._hide_names(answer)
         # The names that the template has, and the texts between them. A hidden name does not match:
         # it is in pieces, or one character before a placeholder.
         parts = re.split(f"({self.any_name.pattern})(?!{self.placeholder})", rendered)
@@ -159,9 +168,9 @@ class Tokenizer:
             lambda found: "".join(character + self.placeholder for character in found[0]), text
         )
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+    def _render(self, messages: Sequence[dict[str, str]], variables: dict[str, Any]) -> str:
         """Return the text of a conversation by the chat template, with the variables of
-        transformers.
+        transformers, and those that are given.
         """
 
         def refuse(message: str) -> None:
@@ -171,17 +180,19 @@ class Tokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # both are a scope
+        defaults = {"add_generation_prompt": True, "tools": None, "documents": None, **self.names}
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
+            for name in variables.keys() - find_undeclared_variables(environment.parse(template)):
+                raise InputError(
+                    f"the model's chat template has no variable {name!r:.80}", "variables"
+                )
             return as_text(
                 environment.from_string(template).render(
                     messages=messages,
-                    add_generation_prompt=True,
-                    tools=None,
-                    documents=None,
                     raise_exception=refuse,
                     strftime_now=lambda form: datetime.now().strftime(form),
-                    **self.names,
+                    **defaults | variables,
                 )
             )
 

@@ -10,7 +10,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.command_line import say
 from app.files import explaining, one_line
-from app.options import KINDS
+from app.options import KINDS, SHORT_TEXT
+from app.output import in_words
 from app.server.requests import ChatBody, CompletionBody, begin, complaint
 from app.server.worker import LOOK, Job, Worker
 from app.session import Session
@@ -37,33 +39,35 @@ PAGE = Path(__file__).with_name("live.html")
 MAX_BODY = 1 << 20  # bytes
 
 
-def refusal(request: Request | None, error: Exception) -> JSONResponse:
+def refusal(request: Request, error: Exception) -> JSONResponse:
     """Return the response to an error, as in OpenAI's API, where ``param`` is the field at fault.
 
-    A failure such as exhausted memory is printed; the client is told no details.
+    The log is ``told`` of it. A client is told no details of a failure such as exhausted memory.
     """
     status = getattr(error, "status_code", 400)
     message = str(getattr(error, "detail", error))
     param = None
     if isinstance(error, InputError | ValidationError) and not error.__cause__:
-        message, param = complaint(error)
+        message, param = complaint(error, getattr(request.state, "body", None))
     elif not isinstance(error, HTTPException):  # also of a user's code
-        say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
         status = 500
         message = "the request could not be answered"
+        request.state.told = f"500: {type(error).__name__}: {one_line(error)}"
+    request.state.told = getattr(request.state, "told", f"{status}: {message}")
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    content = {"message": message, "type": kind, "param": param, "code": None}
-    return JSONResponse({"error": content}, status)
+    told = {"message": message, "type": kind, "param": param, "code": None}
+    return JSONResponse({"error": told}, status, getattr(error, "headers", None))
 
 
 async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Response:
     """Return the response to a request for a text, once there is a message of it."""
     if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
         raise HTTPException(400, f"send a Content-Length, of at most {MAX_BODY} bytes")
-    body = kind.model_validate_json(await request.body())
+    body = request.state.body = kind.model_validate_json(await request.body())
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
     job = Job(body, await asyncio.to_thread(begin, worker.session, body))
+    request.state.sample = job.sample
     worker.enqueue(job)
     while job.messages.empty():
         job.is_abandoned = await request.is_disconnected()
@@ -75,16 +79,16 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
         return JSONResponse(message)
     # In the grace period a stopping server ends its streams with an error.
     return EventSourceResponse(
-        events(job, message), sep="\n", send_timeout=30, shutdown_grace_period=30
+        events(request, job, message), sep="\n", send_timeout=30, shutdown_grace_period=30
     )
 
 
-async def events(job: Job, message: Any) -> AsyncIterator[str]:
+async def events(request: Request, job: Job, message: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: the first ``message`` of a job, then all others."""
     try:
         while message is not None:
             is_error = isinstance(message, Exception)
-            yield refusal(None, message).body.decode() if is_error else json.dumps(message)
+            yield refusal(request, message).body.decode() if is_error else json.dumps(message)
             message = await job.messages.get()
         yield "[DONE]"
     finally:
@@ -107,28 +111,41 @@ def live_page(session: Session, request: Request) -> Response:
         "drafts": [kind for kind in KINDS if kind != "model" or options.draft == "model"],
         "draft": options.draft,
         "temperature": options.temperature,
-        "max_tokens": options.max_new_tokens,
+        "max_tokens": min(options.max_new_tokens, SHORT_TEXT),
     }
     page = PAGE.read_text(encoding="utf-8").replace("{{nonce}}", secrets.token_hex(16))
     return HTMLResponse(page.replace("{{facts}}", json.dumps(facts).replace("<", "\\u003c")))
 
 
-def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
-    """Return the app, for requests to the names of this server, from its page or from no page.
+def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
+    """Return the app, for requests to these names of the server, from its page or from no page,
+    with a line on standard error for each.
 
     A page of another site may send requests here through the user's browser. The browser then names
     that site as their origin; and if that page's name resolves to this machine (DNS rebinding), the
     Host is that name. An address in numbers cannot be resolved to another.
     """
-    names = re.compile(rf"(localhost|{re.escape(host_name)}|[\d.]+)(:\d+)?", re.IGNORECASE)
-    refused = HTTPException(403, "pages of other sites may not use this server: use its address")
+    known = "|".join(map(re.escape, ["localhost", *names]))
+    ours = re.compile(rf"({known}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
+    refused = HTTPException(
+        403,
+        "pages of other sites may not use this server: use its address, or start it with"
+        " --allow-host NAME",
+    )
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Request(scope).headers
-        host = headers.get("host", "")
-        is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
-        shown = app if names.fullmatch(host) and is_own_page else refusal(None, refused)
-        await shown(scope, receive, send)
+        request = Request(scope)
+        began = time.monotonic()
+        host = request.headers.get("host", "")
+        is_own_page = request.headers.get("origin", f"//{host}").endswith(f"//{host}")
+        is_ours = ours.fullmatch(host) and is_own_page
+        try:
+            await (app if is_ours else refusal(request, refused))(scope, receive, send)
+        finally:
+            seconds = time.monotonic() - began
+            sample = getattr(request.state, "sample", None)
+            told = getattr(request.state, "told", in_words(sample) if sample else "200")
+            say(f"{request.method} {request.url.path}, {seconds:.2f} s: {one_line(told)}")
 
     return guard
 
@@ -141,6 +158,7 @@ def make_app(worker: Worker) -> Starlette:
     return Starlette(
         routes=[
             Route("/", partial(live_page, session)),
+            Route("/health", lambda request: JSONResponse({"status": "ok"})),
             Route("/favicon.ico", lambda request: Response(status_code=204)),
             Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [model]})),
             Route(
@@ -164,16 +182,19 @@ class Server(uvicorn.Server):
         """Listen, then load the model. Raises InputError where either is not possible."""
         asked = session.options.serve
         host, _, port = asked.rpartition(":")
-        host = host or "127.0.0.1"
+        address = host.strip("[]") or "127.0.0.1"
+        is_ipv6 = ":" in address
         with explaining(
             f"--serve {asked:.80}: give [HOST:]PORT, such as 127.0.0.1:8000, and a free one",
             (OSError, ValueError, OverflowError, TypeError),
         ):
-            self.listener = socket.create_server((host, int(port)))
+            family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+            self.listener = socket.create_server((address, int(port)), family=family)
+        host = f"[{address}]" if is_ipv6 else address
         self.address = f"http://{host}:{self.listener.getsockname()[1]}/"
         self.worker = Worker(session)
         config = uvicorn.Config(
-            guarded(make_app(self.worker), host),
+            guarded(make_app(self.worker), [host, *session.options.allow_host]),
             limit_concurrency=256,  # requests on further connections are answered with status 503
             log_level="critical",
             access_log=False,

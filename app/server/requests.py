@@ -26,23 +26,36 @@ from app.options import KINDS
 from app.session import Sample, Session
 from model.errors import InputError
 
-# Fields that have no effect here, and values of others that ask for nothing.
-UNUSED = {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"}
+# Unknown fields that have no effect here, and values that ask for nothing. Any other unknown field
+# is refused unless it is null or empty; false is not enough, since its default may be true.
+UNUSED = {
+    *("cache_control", "metadata", "name", "parallel_tool_calls", "prompt_cache_key"),
+    *("safety_identifier", "service_tier", "store", "user"),
+}
 NEUTRAL = {
-    "n": 1,
-    "best_of": 1,
-    "modalities": ["text"],
-    "tool_choice": "none",
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "top_logprobs": 0,
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), (-1,)),
+    "min_tokens": [0],
+    "modalities": [["text"]],
+    "tool_choice": ["none", "auto"],
 }
 # Options of the command line that a request may give, checked by ``Options``: no files and folders.
 OPTIONS = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "coupling"),
+    *("temperature", "top_p", "min_p", "seed", "coupling"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("exit_layer", "adaptive", "min_target_confidence"),
 )
-GIVEN = {*OPTIONS, "max_new_tokens", "stop", "ban", "draft", "gamma"}
+GIVEN = {*OPTIONS, "max_new_tokens", "top_k", "stop", "ban", "draft", "gamma"}
+# Fields for an option of another name. An error names the first that is given, or else the last.
+SPELLINGS = {
+    "max_new_tokens": ("max_tokens",),
+    "json_schema": ("response_format", "structured_outputs.json"),
+    "regex": ("structured_outputs.regex",),
+    "grammar": ("structured_outputs.grammar",),
+    "variables": ("chat_template_kwargs",),
+}
 # Lengths are in characters. Stop strings are searched for after each token. Thousands of Lark rules
 # that each name the next overflow the stack of llguidance, which ends the process.
 Strings = Annotated[
@@ -64,20 +77,20 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_neutral_fields(cls, body: Any) -> Any:
-        """Return the body without unknown fields that have no effect."""
+        """Return the body without fields that have no effect."""
         if not isinstance(body, dict):
             return body
         return {
             name: value
             for name, value in body.items()
-            if name in cls.model_fields or not is_neutral(name, value)
+            if not is_neutral(name, value, name in cls.model_fields)
         }
 
 
-def is_neutral(name: str, value: Any) -> bool:
-    """Return whether an unknown field is without effect, null, false, empty, or its default."""
-    is_default = value is not True and NEUTRAL.get(name) == value
-    return name in UNUSED or value is False or value in (None, "", [], {}) or is_default
+def is_neutral(name: str, value: Any, is_known: bool) -> bool:
+    """Return whether a field asks for nothing."""
+    says_nothing = name in UNUSED or value in (None, "", [], {})
+    return value in NEUTRAL.get(name, ()) or (says_nothing and not is_known)
 
 
 class TextPart(Body):
@@ -89,7 +102,7 @@ class TextPart(Body):
 
 class Message(Body):
     """Message of a chat. A ``content`` in parts becomes one string, and the role "developer"
-    becomes "system". The ``name`` of a participant is not told to the model.
+    becomes "system".
     """
 
     role: Annotated[
@@ -104,7 +117,6 @@ class Message(Body):
         ),
         AfterValidator(lambda parts: "".join(part.text for part in parts)),
     ]
-    name: str | None = None
 
 
 class StructuredOutputs(BaseModel):
@@ -136,6 +148,21 @@ def structured(response_format: Any) -> Any:
     raise ValueError("give the type text, json_object, or json_schema with a schema")
 
 
+def only_prompt(prompt: Any) -> str | list[int]:
+    """Return the one prompt of a completion: a text, or its token ids. Raises ValueError."""
+    match prompt:
+        case [str() | list() as only]:
+            return only_prompt(only)
+        case str() if prompt:
+            return prompt
+        case [int(), *_] if all(type(each) is int and each >= 0 for each in prompt):
+            return prompt
+    raise ValueError("give one text that is not empty, or one list of token ids")
+
+
+Top = Annotated[int, Field(ge=0, le=20)]
+
+
 class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))):
     """Fields of every request: those of OpenAI's API, and options of the command line. A ``draft``
     is one of ``KINDS``, never a file of code. ``trace``: a stream tells the verdicts of each round.
@@ -145,6 +172,7 @@ class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (
     max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
+    top_k: Annotated[Any, AfterValidator(lambda top_k: 0 if top_k == -1 else top_k)] = None
     stop: Strings = None
     ban: Strings = None
     draft: Literal[tuple(KINDS)] | None = None
@@ -155,44 +183,81 @@ class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (
     stream_options: dict[str, bool] | None = None
     trace: bool = False
 
+    def options(self) -> dict[str, Any]:
+        """Return the options that the request gives. Raises InputError."""
+        given = self.model_dump(include=GIVEN, exclude_none=True)
+        for form in filter(None, (self.response_format, self.structured_outputs)):
+            given |= form.options()
+        return given
+
 
 class CompletionBody(TextBody):
-    """JSON of ``/v1/completions``: the prompt is plain text."""
+    """JSON of ``/v1/completions``: the prompt is plain text, or its token ids."""
 
-    prompt: str = Field(min_length=1)
+    prompt: Annotated[Any, AfterValidator(only_prompt)]
+    logprobs: Top | None = None
+
+    @property
+    def top(self) -> int | None:
+        """The number of likeliest tokens of which log probabilities are told; None: of none."""
+        return self.logprobs
 
 
 class ChatBody(TextBody):
-    """JSON of ``/v1/chat/completions``."""
+    """JSON of ``/v1/chat/completions``. ``chat_template_kwargs`` are variables of the template."""
 
     messages: list[Message] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field({})
+    logprobs: bool = False
+    top_logprobs: Top | None = None
+
+    @property
+    def top(self) -> int | None:
+        """The number of likeliest tokens of which log probabilities are told; None: of none."""
+        return self.top_logprobs or 0 if self.logprobs or self.top_logprobs else None
 
 
 def begin(session: Session, body: CompletionBody | ChatBody) -> Sample:
     """Return the text of a request, with its prompt only. Raises InputError."""
-    given = body.model_dump(include=GIVEN, exclude_none=True)
-    for form in filter(None, (body.response_format, body.structured_outputs)):
-        given |= form.options()
-    options = session.options.merged(given)
-    if isinstance(body, CompletionBody):
-        plain = replace(options, chat=False, system=None)
-        return session.begin(session.encode(body.prompt, plain), options)
-    messages = [{"role": each.role, "content": each.content} for each in body.messages]
-    sample = session.begin(session.encode_messages(messages, options), options)
-    sample.continues = True
+    options = session.options.merged(body.options())
+    if isinstance(body, ChatBody):
+        messages = [{"role": each.role, "content": each.content} for each in body.messages]
+        ids = session.encode_messages(messages, options, body.chat_template_kwargs)
+    elif isinstance(body.prompt, str):
+        ids = session.encode(body.prompt, replace(options, chat=False, system=None))
+    else:
+        if max(body.prompt) >= session.config.vocab_size:
+            size = session.config.vocab_size
+            raise InputError(f"prompt: a token id must be below {size}", "prompt")
+        ids = session.fitting(body.prompt)
+    sample = session.begin(ids, options)
+    sample.continues = isinstance(body, ChatBody)
     return sample
 
 
-def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
+def complaint(
+    error: InputError | ValidationError, body: TextBody | None = None
+) -> tuple[str, str | None]:
     """Return what a client is told of an error in its request, and the field at fault, if known.
 
-    Option ``--exit-layer`` is field ``exit_layer``.
+    Option ``--exit-layer``, "exit-layer" in an error of its own, is field ``exit_layer``.
     """
     if isinstance(error, InputError):
-        told = re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
-        return told, error.field
+        dashed = error.field.replace("_", "-") if error.field else "(?!)"
+        told = re.sub(
+            rf"--([a-z-]+)|\b({dashed})\b",
+            lambda found: spelled((found[1] or found[2]).replace("-", "_"), body),
+            str(error),
+        )
+        return told, error.field and spelled(error.field, body)
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     is_unknown = first["type"] == "extra_forbidden"
     told = "it is not supported: leave it out" if is_unknown else first["msg"]
     return f"{one_line(field)[:80] if field else 'the body'}: {told}", field
+
+
+def spelled(option: str, body: TextBody | None) -> str:
+    """Return the name of an option in a request."""
+    names = SPELLINGS.get(option, (option,))
+    return next((name for name in names if getattr(body, name, None) is not None), names[-1])

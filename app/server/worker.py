@@ -7,24 +7,30 @@ and of how texts are drafted.
 import asyncio
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 from greenlet import greenlet
 from starlette.exceptions import HTTPException
+from torch import Tensor
 
-from app.characters import TextStream
+from app.characters import Labels, TextStream
 from app.output import as_json
 from app.server.requests import ChatBody, CompletionBody
 from app.session import Sample, Session, Slot
+from decoding.drafters import Draft
 from decoding.rounds import Round, common_prefix
+from decoding.text import Text
 from decoding.together import Together
 
 TEXTS = 4  # written at once
-MAX_WAITING = 16  # requests in the queue, besides those that are written
+LONGEST_RETRY = 60  # seconds: clients ignore a longer wish
+LEAST = -9999.0  # log probability that stands for minus infinity, which JSON has not
 LOOK = 0.02  # seconds between two looks at a queue, or at whether a client is still there
 
 
@@ -56,17 +62,20 @@ class Worker:
         session.mask_seconds = 1.0  # a grammar that takes longer would keep the others waiting
         session.options = replace(session.options, context=session.capacity())
         session.warm_up([0, 0])  # so that no client waits for low-bit copies or a compiler
-        slots = session.slots_for(TEXTS, session.context)
         self.session = session
-        self.free = [session.new_slot(session.context) for _ in range(slots)]
-        self.places = slots + MAX_WAITING
+        self.slots = session.slots_for(TEXTS, session.context)
+        self.free = [session.new_slot(session.context) for _ in range(self.slots)]
+        self.places = self.slots + session.options.queue
+        self.pace = 1.0  # seconds that a text took of late
         self.together = Together(session.model)
         self.jobs: list[Job] = []  # that wait or are written, in order of arrival
 
     def enqueue(self, job: Job) -> None:
         """Queue a job, in the network's thread. Raises HTTPException where the queue is full."""
-        if sum(not each.is_abandoned for each in [*self.jobs]) >= self.places:
-            raise HTTPException(429, f"{MAX_WAITING} requests wait already: try again")
+        ahead = sum(not each.is_abandoned for each in [*self.jobs])
+        if ahead >= self.places:
+            seconds = min(LONGEST_RETRY, ceil(ahead / self.slots * self.pace))
+            raise HTTPException(429, "the queue is full: try again", {"Retry-After": str(seconds)})
         self.jobs.append(job)
 
     def work(self, stopped: Callable[[], bool]) -> None:
@@ -94,6 +103,7 @@ class Worker:
             self.free, key=lambda slot: 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)
         )
         self.free.remove(slot)
+        began = time.monotonic()
         try:
             for message in answers(self.session, job, slot, self.together):
                 job.send(message)
@@ -102,6 +112,7 @@ class Worker:
         finally:
             self.free.append(slot)
             self.jobs.remove(job)
+            self.pace = time.monotonic() - began
             job.send(None)
 
 
@@ -114,45 +125,106 @@ def answers(session: Session, job: Job, slot: Slot, target: Together) -> Iterato
     is_chat = isinstance(body, ChatBody)
     kind = "chat.completion" if is_chat else "text_completion"
     head = {
-        "id": secrets.token_hex(12),
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": f"{kind}.chunk" if is_chat and body.stream else kind,
         "created": int(time.time()),
         "model": session.name,
     }
+    stream = TextStream(sample.source)
+    logprobs = None if body.top is None else Logprobs(sample.source, session.labels, body.top)
 
     def answer(said: dict[str, str], finish: str | None = None, **more: Any) -> dict[str, Any]:
-        shown = {"delta" if body.stream else "message": said}
-        shown = shown if is_chat else {"text": said.get("content", "")}
-        choice = {"index": 0, **shown, "logprobs": None, "finish_reason": finish, **more}
+        key = "delta" if body.stream else "message"
+        shown = {key: said} if is_chat else {"text": said.get("content", "")}
+        told = logprobs and logprobs.pull(stream.shown, is_chat)
+        choice = {"index": 0, **shown, "logprobs": told, "finish_reason": finish, **more}
         return {**head, "choices": [choice]}
 
     if body.stream and is_chat:
         yield answer({"role": "assistant", "content": ""})
-    stream = TextStream(sample.source)
-    for round in session.rounds(sample, slot, target):
-        piece = {"content": stream.pull()}
-        if body.stream and body.trace:
-            shown = shown_round(round, sample, session.labels)
-            yield answer(piece, trace=shown, speculation=as_json(sample))
-        elif body.stream and piece["content"]:
-            yield answer(piece)
-    finish = "length" if sample.finish == "length" else "stop"
+    for round in session.rounds(sample, slot, target, logprobs and logprobs.see):
+        piece = stream.pull()
+        more = {"trace": shown_round(round, sample, session.labels)} if body.trace else {}
+        if body.stream and (piece or more):
+            yield answer({"content": piece}, **more)
     usage = {
         "prompt_tokens": sample.source.prompt_length,
         "completion_tokens": len(sample.tokens),
         "total_tokens": len(sample.source),
+        "speculation": as_json(sample),
     }
     said = {} if body.stream else {"role": "assistant", "content": sample.text}
-    last = answer(said, finish, speculation=as_json(sample))
+    last = answer(said, "length" if sample.finish == "length" else "stop")
     yield last if body.stream else last | {"usage": usage}
     if body.stream and (body.stream_options or {}).get("include_usage"):
         yield {**head, "choices": [], "usage": usage}
 
 
 def shown_round(round: Round, sample: Sample, label: Callable[[int], str]) -> dict[str, Any]:
-    """Return a round as the live page shows it."""
+    """Return a round as the live page shows it, with the statistics so far."""
     tokens = [
         {"id": token, "text": label(token), "verdict": verdict}
         for token, verdict in round.verdicts()
     ]
-    return {"tokens": tokens, "retracted": len(round.retracted), "draft": sample.draft}
+    return {
+        **as_json(sample),
+        "tokens": tokens,
+        "retracted": len(round.retracted),
+        "draft": sample.draft,
+    }
+
+
+class Logprobs:
+    """Log probabilities of a text's tokens, each with the ``top`` likeliest in its place.
+
+    They are of the target's own distributions, before penalties, temperature and filters, so they
+    are equal with any draft.
+    """
+
+    def __init__(self, text: Text, labels: Labels, top: int) -> None:
+        self.text = text
+        self.labels = labels
+        self.top = top
+        # of each token its entry and those of the likeliest, in OpenAI's form
+        self.entries: list[list[dict[str, Any]]] = []
+        self.told = 0
+
+    def see(self, draft: Draft, logits: Tensor, *_: object) -> None:
+        """Add the tokens that a round added to the text: an observer of the loop. Those that a ban
+        took back are dropped.
+        """
+        del self.entries[len(self.text.generated) :]
+        new = self.text.generated[len(self.entries) :]
+        for row, token in zip(logits.double().log_softmax(-1), new, strict=False):
+            ids = [token, *row.topk(self.top).indices.tolist()]
+            self.entries.append([self._entry(each, row[each].item()) for each in ids])
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self.labels.spelled([token])
+        return {
+            "token": spelled.decode(errors="backslashreplace"),
+            "logprob": max(logprob, LEAST),
+            "bytes": [*spelled],
+        }
+
+    def pull(self, end: int, is_chat: bool) -> dict[str, Any]:
+        """Return the entries since the last call of tokens that end at offset ``end`` of the text
+        or before, or of all where it is finished, in the form of chats or of completions.
+        """
+        begins = self.text.begins[self.text.prompt_length :]
+        count = len(self.entries) if self.text.finish else bisect_right(begins, end) - 1
+        new = slice(self.told, count)
+        self.told = count
+        if is_chat:
+            return {"content": [own | {"top_logprobs": top} for own, *top in self.entries[new]]}
+        output = self.text.data[begins[0] :]
+        return {
+            "tokens": [own["token"] for own, *_ in self.entries[new]],
+            "token_logprobs": [own["logprob"] for own, *_ in self.entries[new]],
+            "top_logprobs": [
+                {each["token"]: each["logprob"] for each in top} for _, *top in self.entries[new]
+            ],
+            "text_offset": [
+                len(output[: begin - begins[0]].decode(errors="replace")) for begin in begins[new]
+            ],
+        }
