@@ -1,32 +1,30 @@
-"""Conversations: ``Chat``, whose cache keeps what has been read, and one at a terminal.
+"""Conversations: ``Chat``, whose turns share a cache, and one at a terminal.
 
 At a terminal a line from the user is followed by the model's answer, and again. Ctrl-C ends an
 answer; at the prompt it ends the conversation.
 """
 
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from select import select
 
 from rich.console import Console
 
-from app.characters import TextStream
 from app.command_line import say
 from app.output import in_words
-from app.prompt import checked_prompt
-from app.session import ContextFull, Sample, Session, Slot
+from app.session import ContextFull, Sample, Session, Slot, pieces
 from app.trace import LiveTrace
 from decoding.rounds import Round
 from model.errors import InputError
 
+PASTED = 0.05  # seconds after a line, in which the next one can only be pasted
 HELP = """/draft KIND: draft by auto, none, lookup, lowbit ...   /trace: show drafts, or no longer
 /stats: numbers of the last answer   /forget: forget the oldest turn   /reset: begin anew   /quit"""
 
-See = Callable[[Round], None]  # called with each round of an answer
-
 
 class Chat:
-    """Turns of a user and the model. A turn reads only what its cache does not hold.
+    """Turns of a user and the model, with a cache of their own.
 
     ``messages`` are ``{"role": ..., "content": ...}``, as for a chat template; ``sample`` is the
     last answer, ``options`` stand in place of the session's.
@@ -40,62 +38,53 @@ class Chat:
         self.slot: Slot | None = None
         self.sample: Sample | None = None
 
-    def say(self, text: str, *, see: See = lambda round: None, **options: object) -> Sample:
+    def say(self, text: str, **options: object) -> Sample:
         """Return the model's answer to the user's turn ``text``.
 
         Raises ContextFull where the conversation is longer than its context: the turn is not kept.
         """
-        for _ in self.stream(text, see=see, **options):
-            pass
-        return self.sample
+        with self.session.lock:
+            for _ in self.rounds(text, **options):
+                pass
+            return self.sample
 
-    def stream(
-        self, text: str, *, see: See = lambda round: None, **options: object
-    ) -> Iterator[str]:
+    def stream(self, text: str, **options: object) -> Iterator[str]:
         """Return the model's answer in pieces; of one that is not read to its end, those so far
         stay.
         """
+        rounds = self.rounds(text, **options)
+        return pieces(self.sample, rounds)
+
+    def rounds(self, text: str, **options: object) -> Iterator[Round]:
+        """Return the rounds in which the model's answer is written, which is then ``sample``."""
         session = self.session
-        session.streaming.close()
         given = session.merged(self.options, options)
-        messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         if self.slot is None:
             self.slot = session.new_slot(session.capacity())
         capacity = self.slot.cache.capacity
         try:
-            ids = session.encode_messages(messages, given)
+            ids = session.encode(messages, given, capacity)
         except ContextFull as error:
             raise ContextFull(f"{error}, or forget the oldest turns") from None
-        if len(ids) >= capacity:
-            raise ContextFull(
-                f"the conversation has {len(ids)} tokens, its context {capacity}:"
-                " forget its oldest turns"
-            )
         room = min(given.max_new_tokens, capacity - len(ids))
         self.sample = session.begin(ids, given.merged({"max_new_tokens": room}))
         self.sample.continues = True
-        session.streaming = self._answer(messages, self.sample, see)
-        return session.streaming
+        return self._answer(messages, self.sample)
+
+    def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
+        # nothing is kept of a turn that could not be answered
+        for round in self.session.rounds(sample, self.slot):
+            self.messages = [*messages, {"role": "assistant", "content": sample.text}]
+            yield round
 
     def forget(self) -> None:
-        """Forget the oldest turn of the user, if any, with its answer."""
-        self.session.streaming.close()  # an answer that is not read to its end is kept then
+        """Forget the oldest turn of the user, if any, with its answer. It ends a stream."""
+        if self.slot:
+            self.slot.text = None
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         begin, end = [*users, len(self.messages), len(self.messages)][:2]
         del self.messages[begin:end]
-
-    def _answer(
-        self, messages: list[dict[str, str]], sample: Sample, see: See
-    ) -> Generator[str, None, None]:
-        stream = TextStream(sample.source)
-        try:
-            for round in self.session.rounds(sample, self.slot):
-                see(round)
-                if piece := stream.pull():
-                    yield piece
-        finally:
-            if sample.rounds:  # nothing is kept of a turn that could not be answered
-                self.messages = [*messages, {"role": "assistant", "content": sample.text}]
 
 
 class Terminal:
@@ -134,7 +123,8 @@ class Terminal:
         """Print the model's answer while it is written."""
         if self.shows_trace:
             with LiveTrace(Console(), self.session.labels) as live:
-                self.chat.say(line, see=live.add)
+                for round in self.chat.rounds(line):
+                    live.add(round)
             return
         try:
             for piece in self.chat.stream(line):
@@ -143,13 +133,22 @@ class Terminal:
             print()
 
 
-def lines() -> Iterator[str]:
-    """Yield the user's lines, without empty ones, until /quit, the end of input or Ctrl-C."""
-    prompt = "> " if sys.stdin.isatty() else ""
+def turns() -> Iterator[str]:
+    """Yield the user's lines, without empty ones, until /quit, the end of input or Ctrl-C.
+
+    Lines that a terminal has at once are pasted: they are one turn.
+    """
+    is_terminal = sys.stdin.isatty()
     with suppress(EOFError, KeyboardInterrupt):
-        while (line := input(prompt).strip()) != "/quit":
-            if line:
-                yield line
+        while True:
+            lines = [input("> " if is_terminal else "")]
+            while is_terminal and select([sys.stdin], [], [], PASTED)[0]:
+                lines.append(input())
+            turn = "\n".join(lines).strip()
+            if turn == "/quit":
+                return
+            if turn:
+                yield turn
 
 
 def converse(session: Session) -> None:
@@ -161,7 +160,7 @@ def converse(session: Session) -> None:
     session.check_memory()
     terminal = Terminal(session)
     say("a conversation: /help lists the commands, Ctrl-C ends an answer")
-    for line in lines():
+    for line in turns():
         try:
             if line.startswith("/"):
                 terminal.obey(line)

@@ -1,4 +1,4 @@
-"""Drafts: from options to a ``Way``, the drafter and the policy of a text.
+"""Drafts: from options to a ``Strategy``, the drafter and the policy of a text.
 
 ``--draft lowbit`` may serve as an example. Its function in ``DRAFTERS`` is ``by_plan``: it takes
 the plan of ``plan_for``, all layers in four bits, lets the session make its low-bit copies, and
@@ -29,7 +29,7 @@ from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from model.errors import InputError
 from model.plan import FULL, LayerPlan
-from weights.load import load_model, model_folder, read_config
+from weights.load import model_folder, read_config
 from weights.memory import bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
 
@@ -48,9 +48,9 @@ ROW = 0.03
 ROW_OVERHEAD = 2e6
 
 
-class Way(NamedTuple):
-    """Way to write a text: a drafter and its policy, with a ``name`` that is shown. ``gamma`` is
-    the draft length that a plan names, if it does.
+class Strategy(NamedTuple):
+    """Drafter and policy of a text, with a ``name`` that is shown. ``gamma`` is the draft length
+    that a plan names, if it does.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Way(NamedTuple):
     gamma: int | None = None
 
 
-def draft_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
-    """Return the way in which a text is written, on the cache of a slot, which it may share.
+def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
+    """Return the strategy in which a text is written, on the cache of a slot, which it may share.
 
     ``target`` is the model as the loop calls it. Raises InputError where the draft is not possible.
     """
@@ -71,18 +71,18 @@ def draft_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Way
     with explaining(
         f"--draft {options.draft} lacks a file of this project", (ModuleNotFoundError,)
     ):
-        way = with_policy(make(session, sample, slot, target), options)
-    drafter = way.drafter
+        strategy = with_policy(make(session, sample, slot, target), options)
+    drafter = strategy.drafter
     if target is not session.model and draws_alike(sample):
         from decoding.together import ForFew
 
         drafter = ForFew(drafter, target)
-    if sample.source.constraints:
+    if sample.grammar:
         from decoding.grammar import ForcedTokens
 
         known = NoDraft(session.model.vocab_size, session.device)
-        drafter = ForcedTokens(sample.source.constraints[0], drafter, known)
-    return way._replace(drafter=drafter)
+        drafter = ForcedTokens(sample.grammar, drafter, known)
+    return strategy._replace(drafter=drafter)
 
 
 def draws_alike(sample: Sample) -> bool:
@@ -90,33 +90,33 @@ def draws_alike(sample: Sample) -> bool:
     return sample.options.temperature == 0 or sample.rule.name == "race"
 
 
-def with_policy(way: Way, options: Options) -> Way:
-    """Return the way with the policy that the options ask for, if they do, behind the confidence
-    gate if asked. A way that is plain stays plain, unless ``--gamma`` asks for drafts.
+def with_policy(strategy: Strategy, options: Options) -> Strategy:
+    """Return the strategy with the policy that the options ask for, if they do, behind the
+    confidence gate if asked. A plain one stays plain, unless ``--gamma`` asks for drafts.
     """
-    policy = way.policy
+    policy = strategy.policy
     if not (policy.gamma or options.gamma):
-        return way
+        return strategy
     if options.adaptive:
         first = START_SAMPLED if options.temperature else START_GREEDY
-        longest = options.gamma or way.gamma or LONGEST_ADAPTIVE
+        longest = options.gamma or strategy.gamma or LONGEST_ADAPTIVE
         policy = AdaptiveExit(getattr(policy, "threshold", first), longest)
-    elif options.gamma or options.adaptive is False:
+    elif options.draft != "auto" and (options.gamma or options.adaptive is False):
         policy = FixedLength(options.gamma or policy.gamma)
     if options.min_target_confidence is not None:
         policy = ConfidenceGate(policy, options.min_target_confidence)
-    return way._replace(policy=policy)
+    return strategy._replace(policy=policy)
 
 
-def plain(session: Session, name: str = "plain") -> Way:
+def plain(session: Session, name: str = "plain") -> Strategy:
     """Return plain decoding: an empty draft."""
-    return Way(name, NoDraft(session.model.vocab_size, session.device), FixedLength(0))
+    return Strategy(name, NoDraft(session.model.vocab_size, session.device), FixedLength(0))
 
 
-def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
+def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return copies of the tokens that followed an earlier occurrence of the text's end."""
     drafter = PromptLookup(session.model.vocab_size, session.device)
-    return Way("prompt lookup", drafter, FixedLength(GAMMA))
+    return Strategy("prompt lookup", drafter, FixedLength(GAMMA))
 
 
 def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
@@ -132,7 +132,7 @@ def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
         chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
     elif options.draft == "lowbit":
         plan = LayerPlan.full(layers).in_bits(BITS)
-        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
+        chosen = DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
     elif isinstance(options.plan, DraftPlan):
         chosen = options.plan
         if chosen.plan.num_layers != layers:
@@ -154,7 +154,7 @@ def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, Dra
     return plans
 
 
-def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
+def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the target under the plan of --draft exit, lowbit or skip; plain where a plan file
     says that no draft pays.
     """
@@ -175,7 +175,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
         where = f"{session.model.dtype} on {session.device.type}"
         say(f"drafts in low bits are no faster here: there are no kernels for {where}")
     plan, drafter = self_draft(session, chosen, slot, target)
-    return Way(plan_in_words(plan), drafter, chosen.new_policy(), chosen.gamma)
+    return Strategy(plan_in_words(plan), drafter, chosen.new_policy(), chosen.gamma)
 
 
 def self_draft(
@@ -212,7 +212,7 @@ def plan_in_words(plan: LayerPlan) -> str:
     return f"{words} in {bits} bits" if bits else words
 
 
-def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
+def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return a smaller model of the same vocabulary, with a cache of its own, which reads the
     prompt when it first drafts.
     """
@@ -227,10 +227,7 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
             raise InputError(
                 f"{folder} has another vocabulary: a draft model must share the target's tokenizer"
             )
-        from app.session import accelerated
-
-        model = load_model(folder, session.dtype, session.device)
-        session.draft_models[name] = accelerated(model, session.options)
+        session.draft_models[name] = session.loaded(folder)
     model = session.draft_models[name]
     if model.max_positions < sample.source.longest:
         raise InputError(
@@ -243,10 +240,10 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     cache.truncate(0)
     model.step_of(cache)
     drafter = ModelDrafter(model, cache)
-    return Way(f"draft model {folder.name}", drafter, FixedLength(GAMMA))
+    return Strategy(f"draft model {folder.name}", drafter, FixedLength(GAMMA))
 
 
-def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
+def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return an instance of the user's ``FILE.py:Class``, made with the target and its cache, whose
     drafts are checked.
 
@@ -257,20 +254,19 @@ def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -
     file, _, name = kind.rpartition(":")
     with blaming(kind):
         found = runpy.run_path(file).get(name)
-    if found is None:
-        raise InputError(f"--draft {kind}: {file} has no class {name}")
-    with blaming(kind):
-        drafter = found(target, slot.cache)
-    checked = CheckedDrafter(drafter, target)
-    for method in ("propose", "rollback"):
-        setattr(checked, method, blaming(kind, in_text=True)(getattr(checked, method)))
-    return Way(f"{name} of {Path(file).name}", checked, FixedLength(GAMMA))
+        if found is None:
+            raise InputError(f"--draft {kind}: {file} has no class {name}")
+        checked = CheckedDrafter(found(target, slot.cache), target)
+    blame = blaming(kind, in_text=True)
+    checked.propose = blame(checked.propose)
+    checked.rollback = blame(checked.rollback)
+    return Strategy(f"{name} of {Path(file).name}", checked, FixedLength(GAMMA))
 
 
 @contextmanager
 def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
-    """Return a context that turns any error of the user's class into an InputError that names its
-    line.
+    """Return a context, or a decorator, that turns any error of the user's class into an InputError
+    that names its line.
 
     ``in_text``: with the original error as its cause, so that the traceback is shown.
     """
@@ -280,17 +276,14 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         file = kind.rpartition(":")[0]
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == file
-        ]
-        place = f"{kind}, line {lines[-1]}" if lines else kind
-        said = InputError(f"--draft {place}: {type(error).__name__}: {one_line(error)}")
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f", line {each.lineno}" for each in frames if each.filename == file]
+        where = "".join([kind, *own[-1:]])
+        said = InputError(f"--draft {where}: {type(error).__name__}: {one_line(error)}")
         raise said from (error if in_text else None)
 
 
-def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
+def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return in each round the best of lookup, low bits and the plan, if any: see ``Auto``.
 
     Its estimates serve all texts that no draft length can change; elsewhere a seed repeats its text
@@ -307,24 +300,27 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Way:
         is_fast = model.abilities.low_bits or not chosen.plan.has_low_bits
         if is_fast and has_memory_for(model, [chosen.plan, *plans.values()]):
             plans[name], drafters[name] = self_draft(session, chosen, slot, target)
-            priors |= {name: chosen.kept_share} if chosen.kept_share else {}
+            priors |= {name: chosen.alpha} if chosen.alpha else {}
     drafters["lookup"] = lookup(session, sample, slot, target).drafter
-    is_free = draws_alike(sample) and model.abilities.why_rows_vary is None
-    if not is_free:
-        costs = costs_by_bytes(session, plans)
-        estimates = Estimates()
+    if draws_alike(sample) and model.abilities.why_rows_vary is None:
+        key = tuple(plans.values())
+        session.estimates = estimates = session.estimates or Estimates()
+        if key not in session.costs:
+            session.costs[key] = measured_costs(model, slot.cache, plans)
+        costs = session.costs[key]
     else:
-        if session.estimates is None:
-            session.estimates = Estimates()
-        estimates = session.estimates
-        costs = session.costs.get(tuple(plans.values()))
-        if costs is None:
-            costs = measured_costs(model, slot.cache, plans)
-            session.costs[tuple(plans.values())] = costs
+        estimates = Estimates()
+        costs = costs_by_bytes(session, plans)
     by_confidence = session.device.type == "cpu"  # a GPU would synchronise for each token
-    chooser = Auto(drafters, costs, estimates, priors=priors, by_confidence=by_confidence)
-    names = [*map(plan_in_words, plans.values()), "prompt lookup"]
-    return Way(f"chosen each round: {'; '.join(names)}", chooser, chooser)
+    chooser = Auto(
+        drafters,
+        costs,
+        estimates,
+        priors=priors,
+        by_confidence=by_confidence,
+        longest=sample.options.gamma,
+    )
+    return Strategy("auto", chooser, chooser)
 
 
 def costs_by_bytes(session: Session, plans: dict[str, LayerPlan]) -> Costs:
@@ -339,7 +335,7 @@ def costs_by_bytes(session: Session, plans: dict[str, LayerPlan]) -> Costs:
     return Costs(steps, ROW + ROW_OVERHEAD / full)
 
 
-DRAFTERS: dict[str, Callable[[Session, Sample, Slot, Model], Way]] = {
+DRAFTERS: dict[str, Callable[[Session, Sample, Slot, Model], Strategy]] = {
     "auto": auto,
     "none": lambda session, *_: plain(session),
     "lookup": lookup,

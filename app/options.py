@@ -7,15 +7,19 @@ only ones of an option's type. Knows nothing of models: what depends on a checkp
 
 from __future__ import annotations
 
-import argparse
+import math
+import os
+import secrets
 from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from app.files import explaining
-from app.parsers import OneLineParser
+from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
 from app.plan_file import GAMMA, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS, Rule
@@ -44,7 +48,7 @@ USEFUL_WITH = {  # kinds of draft on which an option has an effect
     "exit_layer": ("exit",),
     "bits": ("lowbit", "exit", "skip"),
     "draft_model": ("model",),
-    "gamma": LENGTH_IS_FREE,
+    "gamma": (*LENGTH_IS_FREE, "auto"),
     "adaptive": ("exit", "lowbit", "skip", "model", "class"),
     "min_target_confidence": (*LENGTH_IS_FREE, "auto"),
 }
@@ -55,7 +59,9 @@ OF_THE_COMMAND = (
     *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
     *("serve", "allow_host", "queue", "interactive"),
 )
-WANTED = {int: "a whole number", float: "a number", bool: "True or False"}  # by an option's type
+ACCEPTED = {float: (int, float), list: tuple}  # by an option's type, where it is another
+WANTED = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
+WANTED |= {list: "a list of strings"}
 EPILOG = """kinds of draft:
 {kinds}
   FILE.py:Class  a drafter of your own
@@ -68,24 +74,26 @@ examples:
 
 
 def option(
-    kind: type,
     default: Any,
     help: str,
     *,
+    type: type = str,
+    also: tuple[type, ...] = (),
     group: str = "",
+    short: str = "",
     metavar: str | None = None,
-    choices: tuple[Any, ...] = (),
+    choices: tuple[Any, ...] | None = None,
     least: float | None = None,
-    most: float | None = None,
+    most: float = math.inf,
 ) -> Any:
-    """Return a field of ``Options``: ``kind`` is int, float, str, bool, Path, or list of strings.
+    """Return a field of ``Options``, whose ``type`` is int, float, str, bool, or list of strings.
 
-    A numeric value lies between ``least`` and ``most``; ``group`` heads it in --help.
+    Python may also give a value of the types ``also``. A number lies between ``least``, if
+    given, and ``most``. ``group`` heads the option in --help, and ``short`` is its short name.
     """
-    metadata = {"kind": kind, "help": help, "group": group, "metavar": metavar}
-    return field(
-        default=default, metadata=metadata | {"choices": choices, "least": least, "most": most}
-    )
+    metadata = {"type": type, "also": also, "choices": choices, "least": least, "most": most}
+    metadata |= {"help": help, "group": group, "short": short, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -96,136 +104,130 @@ class Options:
     range, and for options that do not go together.
     """
 
-    prompt: str | None = option(str, None, "the prompt; or give --prompt-file")
+    prompt: str | None = option(None, "the prompt", short="-p", metavar="PROMPT")
     prompt_file: str | None = option(
-        str, None, "read the prompt from a file (-: standard input)", metavar="F"
+        None, "read the prompt from a file (-: standard input)", metavar="F"
     )
-    model: str = option(
-        str,
-        "smollm2-135m-instruct",
-        "a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",
+    model: str = option(**MODEL, short="-m")
+    revision: str | None = option(None, "branch, tag or commit of a model on the hub", metavar="R")
+    chat: bool | None = option(None, "use the chat template (default: if there is one)", type=bool)
+    system: str | None = option(None, "system message of the chat", metavar="S")
+    chat_template_kwargs: str | dict[str, Any] | None = option(
+        None,
+        'variables of the chat template, as {"enable_thinking": false}',
+        also=(dict,),
+        metavar="JSON",
     )
-    revision: str | None = option(
-        str, None, "branch, tag or commit of a model on the hub", metavar="R"
-    )
-    chat: bool | None = option(bool, None, "use the chat template (default: if there is one)")
-    system: str | None = option(str, None, "system message of the chat", metavar="S")
-
     draft: str = option(
-        str,
-        "auto",
-        f"{', '.join(KINDS)}, or FILE.py:Class: see below",
-        group="drafting",
-        metavar="KIND",
+        "auto", f"{', '.join(KINDS)}, or FILE.py:Class: see below", group="drafting", metavar="KIND"
     )
-    plan: str | Path | DraftPlan | None = option(
-        Path,
+    plan: str | DraftPlan | None = option(
         None,
         "layer plan of skip and auto (default: plan.json in the model's folder)",
+        also=(DraftPlan,),
         group="drafting",
         metavar="FILE",
     )
     exit_layer: int | None = option(
-        int,
         None,
         "number of layers that exit runs (default: half)",
+        type=int,
         group="drafting",
         metavar="E",
     )
     bits: int | None = option(
-        int,
         None,
         "bits per weight of lowbit, exit and skip: 4 or 8",
+        type=int,
         group="drafting",
         metavar="B",
         choices=LOW_BITS,
     )
     draft_model: str | None = option(
-        str, None, "folder or name of the model that drafts", group="drafting", metavar="DIR"
+        None, "folder or name of the model that drafts", group="drafting", metavar="DIR"
     )
     gamma: int | None = option(
-        int,
         None,
-        "most tokens drafted per round, not with auto (default: the plan's with skip,"
+        "most tokens drafted per round (default: chosen with auto, the plan's with skip,"
         f" {GAMMA_LOW_BITS} with lowbit, else {GAMMA}, or {LONGEST_ADAPTIVE} with --adaptive)",
+        type=int,
         group="drafting",
         metavar="N",
         least=0,
     )
     adaptive: bool | None = option(
-        bool,
         None,
         "end a draft after an unsure token (docs/how_it_works.md#draft-lengths)",
+        type=bool,
         group="drafting",
     )
     min_target_confidence: float | None = option(
-        float,
         None,
         "draft nothing after a token of lower probability (docs/how_it_works.md#draft-lengths)",
+        type=float,
         group="drafting",
         metavar="X",
         least=0,
         most=1,
     )
-
     max_new_tokens: int | None = option(
-        int,
         None,
         f"most tokens to write (default: {SHORT_TEXT}; with --serve, as many as the context holds)",
+        type=int,
         group="sampling",
+        short="-n",
         metavar="N",
         least=1,
     )
-    temperature: float = option(float, 0.0, "0: greedy", group="sampling", metavar="T")
+    temperature: float = option(**TEMPERATURE, group="sampling")
     top_k: int = option(
-        int, 0, "keep the K likeliest tokens; 0: all", group="sampling", metavar="K"
+        0, "keep the K likeliest tokens; 0: all", type=int, group="sampling", metavar="K"
     )
     top_p: float = option(
-        float,
         1.0,
         "keep the likeliest tokens that have probability P together; 1: all",
+        type=float,
         group="sampling",
         metavar="P",
     )
     min_p: float = option(
-        float,
         0.0,
         "keep tokens at least P times as likely as the likeliest; 0: all",
+        type=float,
         group="sampling",
         metavar="P",
     )
     repetition_penalty: float = option(
-        float,
         1.0,
         "make tokens of the text so far less likely, above 1; 1: off",
+        type=float,
         group="sampling",
         metavar="R",
     )
     frequency_penalty: float = option(
-        float,
         0.0,
         "subtract F from a token's score for each time that the text has it; 0: off",
+        type=float,
         group="sampling",
         metavar="F",
     )
     presence_penalty: float = option(
-        float,
         0.0,
         "subtract P from the scores of tokens that the text has; 0: off",
+        type=float,
         group="sampling",
         metavar="P",
     )
     seed: int | None = option(
-        int,
         None,
         "seed of sampling (default: random, printed)",
+        type=int,
         group="sampling",
         metavar="S",
         least=0,
         most=2**64 - 1,
     )
     coupling: str | None = option(
-        str,
         None,
         "rule of verification. race (default): the seed determines the text, whatever drafts;"
         " ratio and block: accept more (docs/how_it_works.md#the-race)",
@@ -233,102 +235,88 @@ class Options:
         choices=tuple(COUPLINGS),
     )
     num_samples: int = option(
-        int,
         1,
         "number of texts, written at once where possible",
+        type=int,
         group="sampling",
         metavar="N",
         least=1,
         most=1 << 16,
     )
     stop: tuple[str, ...] = option(
-        list, (), "end the text before STR", group="sampling", metavar="STR"
+        (), "end the text before STR", type=list, group="sampling", metavar="STR"
     )
-    ban: tuple[str, ...] = option(list, (), "never write WORD", group="sampling", metavar="WORD")
-
+    ban: tuple[str, ...] = option(
+        (), "never write WORD", type=list, group="sampling", metavar="WORD"
+    )
     json_schema: str | dict[str, Any] | None = option(
-        str,
         None,
         "write JSON of this schema, with its properties in its order",
+        also=(dict,),
         group="structured output",
         metavar="FILE_OR_JSON",
     )
     regex: str | None = option(
-        str,
-        None,
-        "write a text that R matches as a whole",
-        group="structured output",
-        metavar="R",
+        None, "write a text that R matches as a whole", group="structured output", metavar="R"
     )
-    grammar: str | Path | None = option(
-        Path, None, "write a text of this Lark grammar", group="structured output", metavar="FILE"
+    grammar: str | None = option(
+        None, "write a text of this Lark grammar", group="structured output", metavar="FILE"
     )
-
-    device: str | None = option(
-        str, None, "cpu, cuda, cuda:1 ... (default: cuda if there is one)", group="machine"
-    )
-    dtype: str = option(
-        str,
-        "auto",
-        "default: the checkpoint's",
-        group="machine",
-        choices=(*DTYPES, "auto"),
-    )
+    device: str | None = option(**DEVICE, default=None, group="machine")
+    dtype: str = option(**DTYPE, group="machine", choices=(*DTYPES, "auto"))
     context: int | None = option(
-        int,
         None,
         "most tokens of prompt and text together (default: the model's; in conversations at most"
         " 8192)",
+        type=int,
         group="machine",
         metavar="N",
         least=1,
     )
     no_compile: bool = option(
-        bool,
         False,
         "run the readable blocks, in plain PyTorch: several times slower",
+        type=bool,
         group="machine",
     )
-
     dry_run: bool = option(
-        bool, False, "only print the memory that the run would take", group="output"
+        False, "only print the memory that the run would take", type=bool, group="output"
     )
     compare: bool = option(
-        bool,
         False,
         "also decode plainly; print the speed-up, and whether texts are equal",
+        type=bool,
         group="output",
     )
     trace: bool = option(
-        bool, False, "show which drafted tokens were accepted, in colour", group="output"
+        False, "show which drafted tokens were accepted, in colour", type=bool, group="output"
     )
     json: bool = option(
-        bool, False, "print one JSON object per text on standard output", group="output"
+        False, "print one JSON object per text on standard output", type=bool, group="output"
     )
     serve: str | None = option(
-        str,
         None,
         "serve a page, and clients of OpenAI's API, until Ctrl-C",
         group="output",
         metavar="[HOST:]PORT",
     )
     allow_host: tuple[str, ...] = option(
-        list,
         (),
         "with --serve, answer requests to this name of the machine too",
+        type=list,
         group="output",
         metavar="NAME",
     )
     queue: int = option(
-        int,
         QUEUE,
         "with --serve, most requests that wait",
+        type=int,
         group="output",
         metavar="N",
         least=0,
     )
     interactive: bool = option(
-        bool, False, "hold a conversation, an answer to each line", group="output"
+        False, "hold a conversation, an answer to each line", type=bool, group="output"
     )
 
     def __post_init__(self) -> None:
@@ -363,7 +351,7 @@ class Options:
         for name, kinds in USEFUL_WITH.items():
             if getattr(self, name) is not None and kind not in kinds:
                 raise InputError(
-                    f"--{name.replace('_', '-')} has no effect with --draft {self.draft}:"
+                    f"{flag_of(name)} has no effect with --draft {self.draft}:"
                     f" give --draft {kinds[0]}",
                     name,
                 )
@@ -377,12 +365,19 @@ class Options:
 
     def seeded(self) -> Options:
         """Return these options with a seed, which is drawn where none is given."""
-        return replace(self, seed=self.rule.seed) if self.seed is None else self
+        return replace(self, seed=secrets.randbelow(2**32)) if self.seed is None else self
 
     @property
     def rule(self) -> Rule:
-        """Rule of verification with its seed; without one a new seed each time: see ``seeded``."""
-        return Rule.of(self.coupling, self.seed)
+        """Rule of verification, by default the race; without a seed a new one each time."""
+        return Rule(self.coupling or "race", self.seeded().seed)
+
+    @property
+    def repeat_with(self) -> str:
+        """The options that repeat a sampled text; none of a greedy one."""
+        number = f" --num-samples {self.num_samples}" if self.num_samples > 1 else ""
+        sampled = f"--seed {self.seed} --coupling {self.rule.name}{number}"
+        return sampled if self.temperature else ""
 
     def merged(self, given: Mapping[str, Any]) -> Options:
         """Return these options with those ``given`` to a call or in a request in their place.
@@ -393,7 +388,9 @@ class Options:
         known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
         for name in given:
             if name not in known:
-                raise InputError(f"there is no option {name}: see python generate.py --help", name)
+                raise InputError(
+                    f"no option is called {name}: give {', '.join(sorted(known))}", name
+                )
         cleared: dict[str, Any] = {}
         if given.get("draft", self.draft) != self.draft:
             cleared |= dict.fromkeys(USEFUL_WITH)
@@ -405,35 +402,40 @@ class Options:
 SAMPLING = fields(SamplingParams)
 
 
+def flag_of(name: str) -> str:
+    """Return the name of an option on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def checked(option: Field, value: Any) -> Any:
-    """Return the value of an option. Raises InputError for one of another type or out of range."""
+    """Return the value of an option, as a string where Python gives a path, a dtype, a device, or
+    a tuple where it gives a list. Raises InputError for another type, or a number out of range.
+    """
     settings = option.metadata
-    kind = settings["kind"]
-    flag = f"--{option.name.replace('_', '-')}"
+    flag = flag_of(option.name)
     if value is None and option.default is None:
         return None
     with explaining(f"{flag} is too large", (ValueError, RecursionError), option.name):
         shown = f"{value!r:.80}"
-    wanted = WANTED.get(kind, "a string")
-    fits = isinstance(value, (int, float) if kind is float else kind)
+    if isinstance(value, Path | torch.dtype | torch.device):
+        value = os.path.expanduser(str(value).removeprefix("torch."))
+    kind = settings["type"]
+    if kind is list and isinstance(value, str | list):
+        value = (value,) if isinstance(value, str) else tuple(value)
+    fits = isinstance(value, (ACCEPTED.get(kind, kind), *settings["also"]))
+    wanted = WANTED[kind]
+    if kind is list:
+        fits = fits and all(isinstance(each, str) for each in value)
     if settings["choices"]:
         fits = fits and value in settings["choices"]
         wanted = f"one of {', '.join(map(str, settings['choices']))}"
-    elif kind is list:
-        fits = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-        value = tuple(value) if fits else value
-        wanted = "a list of strings"
-    elif kind is Path:
-        fits = isinstance(value, str | Path | DraftPlan)
-    elif option.name == "json_schema":
-        fits = isinstance(value, str | Path | dict)
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise InputError(f"{flag} must be {wanted}, found {shown}", option.name)
     least = settings["least"]
     most = settings["most"]
-    # each condition is written so that NaN fails it
-    if not ((least is None or value >= least) and (most is None or value <= most)):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+    # written so that NaN fails it
+    if least is not None and not least <= value <= most:
+        bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
         raise InputError(f"{flag} must be {bounds}, found {shown}", option.name)
     with explaining(f"{flag} is not UTF-8 text", (UnicodeEncodeError,), option.name):
         texts = value if isinstance(value, tuple) else [value]
@@ -446,36 +448,33 @@ def parse(arguments: list[str] | None = None) -> Options:
 
     Ends the process as argparse does; raises InputError as ``Options`` does.
     """
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for each in fields(Options):
+        names = f"{each.metadata['short']} {flag_of(each.name)}"
+        groups.setdefault(each.metadata["group"], {})[names] = argument(each)
+    groups[""]["PROMPT"] = {"nargs": "?", "help": "the same as --prompt"}
     kinds = "\n".join(f"  {kind:<15}{description}" for kind, description in KINDS.items())
-    parser = OneLineParser(
+    parser = parser_of(
+        groups,
         prog="generate.py",
         description="Write text with a language model, by self-speculative decoding.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG.format(kinds=kinds),
     )
-    groups = {"": parser}
-    for each in fields(Options):
-        settings = each.metadata
-        title = settings["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        kind = settings["kind"]
-        help = settings["help"]
-        if each.default not in (None, False, ()) and "default" not in help:
-            help += " (default: %(default)s)"
-        arguments_of: dict[str, Any] = {"help": help, "default": each.default}
-        if kind is bool:
-            on_or_off = BooleanOptionalAction if each.default is None else "store_true"
-            arguments_of |= {"action": on_or_off}
-        elif kind is list:
-            arguments_of |= {"action": "append", "default": [], "metavar": settings["metavar"]}
-        else:
-            metavar = settings["metavar"]
-            arguments_of |= {"type": kind} | ({"metavar": metavar} if metavar else {})
-            if settings["choices"]:
-                arguments_of |= {"choices": settings["choices"]}
-        if each.name == "prompt":
-            groups[""].add_argument("prompt", nargs="?", help=help)
-        else:
-            groups[title].add_argument(f"--{each.name.replace('_', '-')}", **arguments_of)
-    return Options(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args(arguments))
+    prompts = [each for each in (given.pop("PROMPT"), given["prompt"]) if each is not None]
+    if len(prompts) > 1:
+        raise InputError("give one prompt: as an argument, or with --prompt")
+    return Options(**given | {"prompt": prompts[0] if prompts else None})
+
+
+def argument(option: Field) -> dict[str, Any]:
+    """Return the arguments of argparse's ``add_argument`` for an option."""
+    settings = option.metadata
+    common = {"help": settings["help"], "default": option.default}
+    if settings["type"] is bool:
+        on_or_off = BooleanOptionalAction if option.default is None else "store_true"
+        return common | {"action": on_or_off}
+    common["metavar"] = settings["metavar"]
+    if settings["type"] is list:
+        return common | {"action": "append", "default": []}
+    return common | {"type": settings["type"], "choices": settings["choices"]}

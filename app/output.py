@@ -5,9 +5,9 @@ Knows nothing of how a text is written.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain, islice
 from typing import Any
 
 from rich.console import Console
@@ -26,8 +26,6 @@ FEW_TOKENS = 48
 SHORT = 0.5
 UNSTEADY = 2.0  # ratio of the largest speed-up to the smallest, from which a line warns
 
-Show = Callable[[Round], None]
-
 
 class Output:
     """Output of a command line's samples: text to standard output, which --json has for itself."""
@@ -39,49 +37,33 @@ class Output:
         self.shown: list[Sample] = []
 
     def write(self, samples: list[Sample]) -> None:
-        """Write samples, the first visibly, the others shown when all are written.
-
-        A sample without a round, because of Ctrl-C or an error, is not shown.
-        """
+        """Write samples, the first visibly, the others shown when all are written."""
         first, *others = samples
         try:
-            with self.showing(first) as show:
-                self.session.finish_all(
-                    samples, lambda sample, round: show(round) if sample is first else None
-                )
+            with closing(self.session.rounds_of_all(samples)) as written:
+                self.show(first, (round for sample, round in written if sample is first))
         finally:
-            for sample in [each for each in others if each.rounds]:
-                with self.showing(sample, pause=0) as show:
-                    for round in sample.rounds:
-                        show(round)
+            for sample in others:
+                self.show(sample, sample.rounds, pause=0)
 
-    @contextmanager
-    def showing(self, sample: Sample, pause: float = PAUSE) -> Iterator[Show]:
-        """Return a context with a function that shows a round of a sample, after a line that
-        separates it from the one before. Nothing is printed before the first round. Statistics
-        follow the last, unless an error came before the first.
+    def show(self, sample: Sample, rounds: Iterable[Round], pause: float = PAUSE) -> None:
+        """Show the rounds of a sample, after a line that separates it from the one before.
+
+        Nothing is printed of a sample without a round. Statistics follow the last.
         """
-        views: list[Show] = []
-        stack = ExitStack()
-
-        def show(round: Round) -> None:
-            if not views:
-                if self.shown:
-                    print("-" * 20, file=self.file)
-                views.append(stack.enter_context(self.view(sample.source, pause)))
-            views[0](round)
-
-        try:
-            with stack:
-                yield show
-        except BaseException as error:
-            if sample.rounds or isinstance(error, KeyboardInterrupt):
+        rounds = iter(rounds)
+        for first in islice(rounds, 1):
+            if self.shown:
+                print("-" * 20, file=self.file)
+            try:
+                with self.view(sample.source, pause) as show:
+                    for round in chain([first], rounds):
+                        show(round)
+            finally:
                 self.end(sample)
-            raise
-        self.end(sample)
 
     @contextmanager
-    def view(self, text: Text, pause: float) -> Iterator[Show]:
+    def view(self, text: Text, pause: float) -> Iterator[Callable[[Round], None]]:
         """Return a context with a function that shows a round: its text, or its trace."""
         if self.options.trace:
             with LiveTrace(Console(file=self.file), self.session.labels, pause=pause) as trace:
@@ -95,9 +77,7 @@ class Output:
 
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
-        line = in_words(sample)
-        repeat = repeat_with(sample)
-        say(f"{line}; {repeat}" if repeat else line)
+        say("; ".join(filter(None, (in_words(sample), sample.options.repeat_with))))
         wanted = self.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
             say(
@@ -114,29 +94,27 @@ class Output:
                 print(json.dumps(text | as_json(sample), ensure_ascii=False))
 
 
-def repeat_with(sample: Sample) -> str:
-    """Return the options that repeat a sampled text; empty for a greedy one."""
-    options = sample.options
-    number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
-    return f"{sample.rule}{number}" if options.temperature else ""
-
-
 def in_words(sample: Sample) -> str:
     """Return the statistics of a sample in one line."""
-    told = sample.statistics
-    line = f"{told.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s"
+    statistics = sample.statistics
+    line = f"{statistics.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s"
     line += f"; {sample.draft}"
-    if told.drafted:
-        line += f": {told.acceptance_rate:.0%} of {told.drafted} drafted tokens accepted"
-    line += f", {told.tokens_per_round:.2f} tokens a round"
+    if statistics.drafted:
+        line += (
+            f": {statistics.acceptance_rate:.0%} of {statistics.drafted} drafted tokens accepted"
+        )
+    line += f", {statistics.tokens_per_round:.2f} tokens a round; prompt read in"
+    line += f" {sample.prompt_seconds:.2f} s, first token after {sample.first_token_seconds:.2f} s"
     return f"{line}; {sample.trouble}" if sample.trouble else line
 
 
 def as_json(sample: Sample) -> dict[str, Any]:
     """Return the statistics of a sample, for --json and for clients."""
     return {
-        "prompt_tokens": sample.source.prompt_length,
+        "prompt_tokens": sample.prompt_tokens,
         "finish_reason": sample.finish,
+        "prompt_seconds": sample.prompt_seconds,
+        "first_token_seconds": sample.first_token_seconds,
         "seconds": sample.seconds,
         "tokens_per_second": sample.speed,
         "rounds": sample.statistics.rounds,
@@ -146,12 +124,13 @@ def as_json(sample: Sample) -> dict[str, Any]:
         "acceptance_by_position": sample.statistics.acceptance_by_position,
         "tokens_per_round": sample.statistics.tokens_per_round,
         "accepted_histogram": sample.statistics.histogram,
-        "repeat_with": repeat_with(sample),
+        "repeat_with": sample.options.repeat_with,
     }
 
 
 def comparison(session: Session, sample: Sample) -> str:
-    """Return the median speed-up over plain decoding with its range, and whether texts are equal.
+    """Return the median speed-up over plain decoding, with the speeds of its turn and the range of
+    all, and whether texts are equal.
 
     The ``sample`` has been written; its text is written anew in turns with a plain one. In greedy
     decoding and under the race the two must be equal. Under the other rules they have the same law,
@@ -174,17 +153,21 @@ def comparison(session: Session, sample: Sample) -> str:
         texts = difference(sample.tokens, turns[0][1].tokens, why_rows_vary)
     if tokens < FEW_TOKENS:
         return f"[{texts}; too short to compare speeds: {tokens} tokens]"
-    ratios = [drafted.speed / plain.speed for drafted, plain in turns]
-    spread = f"medians of {len(turns)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
-    drafted_speed = median(drafted.speed for drafted, _ in turns)
-    plain_speed = median(plain.speed for _, plain in turns)
-    if max(ratios) > UNSTEADY * min(ratios):
+    turns.sort(key=ratio_of)
+    ratios = [*map(ratio_of, turns)]
+    drafted, plain = turns[len(turns) // 2]
+    spread = f"the median of {len(turns)} turns, {ratios[0]:.2f}-{ratios[-1]:.2f}"
+    if ratios[-1] > UNSTEADY * ratios[0]:
         spread += "; the turns differ much: compare again on an idle machine"
     return (
-        f"[{median(ratios):.2f} times plain decoding, {drafted_speed:.1f} against"
-        f" {plain_speed:.1f} tokens/s"
-        f" ({spread}), {texts}]"
+        f"[{ratio_of((drafted, plain)):.2f} times plain decoding, {drafted.speed:.1f} against"
+        f" {plain.speed:.1f} tokens/s without the prompt ({spread}), {texts}]"
     )
+
+
+def ratio_of(turn: Sequence[Sample]) -> float:
+    """Return how many times as fast as the second sample of a turn the first was."""
+    return turn[0].speed / turn[1].speed
 
 
 def shortest(turns: list[list[Sample]]) -> float:

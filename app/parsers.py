@@ -16,7 +16,8 @@ MODEL = {
 DEVICE = {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"}
 DTYPE = {"default": "auto", "help": "default: the checkpoint's"}
 TEMPERATURE = {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"}
-# Title of a group in the help, "" for none -> option -> arguments of argparse's ``add_argument``
+# Title of a group in the help, "" for none -> names of an option, with a space between them ->
+# arguments of argparse's ``add_argument``
 Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
@@ -35,7 +36,7 @@ def parser_of(groups: Groups, **texts: str) -> OneLineParser:
     for title, options in groups.items():
         group = parser.add_argument_group(title) if title else parser
         for name, settings in options.items():
-            option = group.add_argument(name, **settings)
+            option = group.add_argument(*name.split(), **settings)
             has_default = option.default is not False and option.default not in (None, "", [])
             if has_default and "default" not in option.help:
                 option.help += " (default: %(default)s)"

@@ -2,7 +2,7 @@
 
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
 "mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``,
-``threshold``, ``kept_share``, and ``model``, the fingerprint of the model for which the plan was
+``threshold``, ``alpha``, and ``model``, the fingerprint of the model for which the plan was
 made; and the provenance that a search writes.
 """
 
@@ -22,7 +22,7 @@ GAMMA = 4  # tokens drafted per round by default
 LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
-READ = {*SUBLAYERS, "bits", "head_bits", "gamma", "threshold", "kept_share", "model"}
+READ = {*SUBLAYERS, "bits", "head_bits", "gamma", "threshold", "alpha", "model"}
 PROVENANCE = {
     "acceptance_rate",
     "predicted_speedup",
@@ -38,15 +38,14 @@ PROVENANCE = {
 class DraftPlan:
     """A layer plan, with the draft length and exit threshold of its file (None: not given).
 
-    A ``gamma`` of 0 means that no draft pays: decode plainly. ``kept_share`` is the share of
-    drafted tokens up to the first rejected one that the target is expected to keep: α in the
-    formulas.
+    A ``gamma`` of 0 means that no draft pays: decode plainly. ``alpha`` is the expected probability
+    that the target accepts a drafted token after accepted ones: α in the formulas.
     """
 
     plan: LayerPlan
     gamma: int | None = None
     threshold: float | None = None
-    kept_share: float | None = None
+    alpha: float | None = None
 
     def new_policy(self) -> Policy:
         """Return the plan's policy: drafts of its length, ended early by its threshold, if any."""
@@ -66,7 +65,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
         "mlp": plan.skipped_mlp,
         "gamma": chosen.gamma,
         "threshold": chosen.threshold,
-        "kept_share": chosen.kept_share,
+        "alpha": chosen.alpha,
         "model": fingerprint,
     }
     if plan.has_low_bits:
@@ -114,7 +113,7 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     for key, kinds, most, wanted in (
         ("gamma", (int,), math.inf, "a whole number of at least 0"),
         ("threshold", (int, float), 1, "a number from 0 to 1"),
-        ("kept_share", (int, float), 1, "a number from 0 to 1"),
+        ("alpha", (int, float), 1, "a number from 0 to 1"),
     ):
         value = raw.get(key)
         check(value is None or (type(value) in kinds and 0 <= value <= most), key, wanted)
@@ -126,7 +125,7 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         for name in SUBLAYERS
     )
     plan = LayerPlan(*runs, head)
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("kept_share"))
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
 
 
 def whole_numbers(value: Any, allowed: Collection[int]) -> bool:

@@ -5,49 +5,55 @@ Knows nothing of sessions and caches.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from app.files import explaining, read_text
-from app.options import Options
+from app.options import Options, flag_of
 from model.errors import InputError
 from weights.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, str]]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int] | Messages  # a text, token ids, or a conversation
 
 
 def read_prompt(options: Options) -> str:
-    """Return the text of the command line's prompt: the argument, or the file's contents ("-":
-    standard input) without a byte order mark. Raises InputError when it is missing, given twice or
-    cannot be read.
+    """Return the text of the command line's prompt: the option, or the contents of a file ("-":
+    standard input) without a byte order mark. With neither, a piped standard input is read.
+
+    Raises InputError when it is missing, given twice or cannot be read.
     """
-    if (options.prompt is None) == (options.prompt_file is None):
-        raise InputError("give one prompt: as an argument, or with --prompt-file")
-    if options.prompt_file is None:
+    file = options.prompt_file
+    if options.prompt is None and file is None and not sys.stdin.isatty():
+        file = "-"
+    if (options.prompt is None) == (file is None):
+        raise InputError("give one prompt: as an argument, with --prompt-file, or through a pipe")
+    if file is None:
         return options.prompt
     with explaining("standard input cannot be read as UTF-8 text", (OSError, UnicodeError)):
-        is_pipe = options.prompt_file == "-"
-        text = sys.stdin.read() if is_pipe else read_text(options.prompt_file)
+        text = sys.stdin.read() if file == "-" else read_text(file)
     return text.removeprefix("\ufeff")
 
 
-def checked_prompt(prompt: Any) -> str:
-    """Return the prompt. Raises InputError for anything but a string of UTF-8 with a letter."""
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise InputError(f"the prompt must be a string that is not empty, found {prompt!r:.80}")
-    with explaining("the prompt cannot be read as UTF-8 text", (UnicodeError,)):
-        prompt.encode()
-    return prompt
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> list[int]:
+    """Return the token ids of a text, as a user's turn of a chat or as it is, or of a conversation,
+    up to the beginning of the next answer. Token ids are returned as they are.
 
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str, options: Options) -> list[int]:
-    """Return the token ids of a prompt, as a user's turn of a chat or as plain text.
-
-    It is a turn where the model has a chat template, unless ``--no-chat`` is given. Raises
-    InputError for a system message without a chat.
+    A text is a turn where the model has a chat template, unless ``--no-chat`` is given. Raises
+    InputError for anything else, and for a system message without a chat.
     """
+    kinds = {*map(type, prompt)} if isinstance(prompt, list | tuple) else set()
+    if kinds == {int}:
+        return [*prompt]
+    if kinds == {dict}:
+        return encode_chat(tokenizer, prompt, options)
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(
+            "the prompt must be a string that is not empty, or a list of token ids or messages,"
+            f" found {prompt!r:.80}"
+        )
     is_chat = tokenizer.chat_template is not None if options.chat is None else options.chat
     if is_chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}], options)
@@ -55,32 +61,32 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, options: Options) -> list[i
         raise InputError(
             "--system needs a chat: leave out --no-chat, or use a model with a chat template"
         )
+    with explaining("the prompt cannot be read as UTF-8 text", (UnicodeError,)):
+        prompt.encode()
     return tokenizer.encode(prompt)
 
 
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Messages,
-    options: Options,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> list[int]:
     """Return the token ids of a conversation, up to the beginning of the next answer.
 
     The system message of the options comes first, unless the conversation has one. The model is
     told the JSON schema, if any, at the end of the system message or, where the chat template
-    refuses one, of the first message. ``variables`` are those of the template. Raises InputError as
-    ``Tokenizer.encode_chat`` does.
+    refuses one, of the first message. Raises InputError as ``Tokenizer.encode_chat`` does.
     """
-    encode = partial(tokenizer.encode_chat, variables=variables)
+    wanted = 'a message is {"role": ..., "content": ...}, two strings of UTF-8'
+    with explaining(wanted, (KeyError, TypeError, UnicodeError)):
+        "".join(each[name] for each in messages for name in ("role", "content")).encode()
     messages = [*messages]
     has_system = bool(messages) and messages[0]["role"] == "system"
     if options.system is not None and not has_system:
         messages = [{"role": "system", "content": options.system}, *messages]
         has_system = True
+    given = options.chat_template_kwargs is not None
+    variables = parsed(options, "chat_template_kwargs") if given else {}
+    encode = partial(tokenizer.encode_chat, variables=variables)
     if options.json_schema is None:
         return encode(messages)
-    with explaining("--json-schema is no JSON", (ValueError, RecursionError), "json_schema"):
-        schema = json.dumps(json.loads(read_schema(options)))
+    schema = json.dumps(parsed(options, "json_schema"))
     line = f"Answer in JSON that follows this schema: {schema}"
     if not has_system:
         with suppress(InputError):
@@ -94,17 +100,24 @@ def read_grammar(kind: str, options: Options) -> str:
     grammar may be a file's. A Lark grammar defines ``start:``, which no file's name does.
     """
     if kind == "json_schema":
-        return read_schema(options)
-    source = str(getattr(options, kind))
+        return read_json_option(options, kind)
+    source = getattr(options, kind)
     return read_text(source) if kind == "grammar" and "start:" not in source else source
 
 
-def read_schema(options: Options) -> str:
-    """Return the JSON schema of the options as JSON: itself, a dictionary's, or a file's."""
-    schema = options.json_schema
-    if isinstance(schema, dict):
-        with explaining("--json-schema is no JSON", (TypeError, ValueError, RecursionError)):
-            return json.dumps(schema)
-    if not str(schema):
-        raise InputError("--json-schema is empty: give a file, or a JSON object", "json_schema")
-    return schema if str(schema).lstrip().startswith("{") else read_text(schema)
+def read_json_option(options: Options, name: str) -> str:
+    """Return the JSON of an option: itself, a dictionary's, or a file's. Raises InputError."""
+    value = getattr(options, name)
+    if isinstance(value, dict):
+        errors = TypeError, ValueError, RecursionError
+        with explaining(f"{flag_of(name)} is no JSON", errors, name):
+            return json.dumps(value)
+    if not value:
+        raise InputError(f"{flag_of(name)} is empty: give a file, or a JSON object", name)
+    return value if value.lstrip().startswith("{") else read_text(value)
+
+
+def parsed(options: Options, name: str) -> Any:
+    """Return the value of an option that is JSON. Raises InputError."""
+    with explaining(f"{flag_of(name)} is no JSON", (ValueError, RecursionError), name):
+        return json.loads(read_json_option(options, name))

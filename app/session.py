@@ -7,29 +7,31 @@ Knows nothing of screens, sockets and argument lists.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING, Any
+from threading import RLock
+from typing import TYPE_CHECKING
 
 import torch
 
 from app.characters import Labels, TextStream
 from app.command_line import say
 from app.device import pick_device
-from app.drafts import draft_of, optional_plans, plan_for
+from app.drafts import optional_plans, plan_for, strategy_of
 from app.options import GRAMMARS, OF_THE_MODEL, Options
 from app.plan_file import LONGEST_DRAFT
-from app.prompt import Messages, checked_prompt, encode_chat, encode_prompt, read_grammar
+from app.prompt import Prompt, encode_prompt, read_grammar
 from decoding.model_port import Model
 from decoding.rounds import Round, Statistics, common_prefix
 from decoding.speculate import Observer, speculate
 from decoding.text import DeadEnd, Rules, Text
 from decoding.verify import Rule
 from model.cache import KVCache
-from model.decoder import Decoder
+from model.decoder import PREFILL_CHUNK, Decoder
 from model.device import now
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -41,43 +43,66 @@ from weights.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from app.chat import Chat
     from decoding.auto import Costs, Estimates
-    from decoding.grammar import Vocabulary
+    from decoding.grammar import GrammarConstraint, Vocabulary
 
 POSITIONS = 1024  # a cache is made for a multiple of these
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
 MOST_TOGETHER = 16  # texts that share steps
+THINK = b"<think>"  # the end of a prompt whose template opens a thinking part
 WARM_UP = 8  # tokens that are written before anything is timed
 
 
 @dataclass
 class Slot:
-    """A KV cache, and the tokens whose entries it holds: ``prompt``, then the text after it.
+    """A KV cache, the ``text`` that is written on it, and the tokens whose entries it holds.
 
-    ``draft_caches`` are those of draft models, by name.
+    The first ``read`` of them are a prompt's, in the chunks of a fresh reading. ``draft_caches``
+    are those of draft models, by name.
     """
 
     cache: KVCache
-    prompt: list[int] = field(default_factory=list)
+    text: Text | None = None
     tokens: list[int] = field(default_factory=list)
+    read: int = 0
     draft_caches: dict[str, KVCache] = field(default_factory=dict)
+
+    def keep(self, tokens: list[int], exactly: bool) -> int:
+        """Forget all entries but those of the longest common prefix with ``tokens``; return its
+        length.
+
+        ``exactly``: keep only entries that a fresh reading of ``tokens`` would have, bit for bit.
+        These are whole chunks, since rows are rounded together, or those of all tokens.
+        """
+        length = common_prefix(self.tokens[: self.cache.length], tokens)
+        if exactly and not length == self.read == len(tokens):
+            length = min(length, self.read) // PREFILL_CHUNK * PREFILL_CHUNK
+        self.tokens = self.tokens[:length]
+        self.read = min(self.read, length)
+        self.cache.truncate(length)
+        return length
 
 
 @dataclass
 class Sample:
-    """A text that is being written or is finished, in the way of its ``options``.
+    """A text that is being written or is finished, as its ``options`` ask.
 
-    ``draft`` is the name of the draft; ``is_plain``: nothing can be drafted. ``timeline`` has each
-    round with the seconds of decoding so far, without those of the prompt. ``continues``: whether
-    the prompt is read from the longest prefix on that its cache holds. ``trouble`` tells why steps
-    fell back to the readable blocks, if so.
+    ``grammar`` constrains it, if any. ``draft`` is the name of the draft; ``is_plain``: nothing can
+    be drafted. ``prompt_seconds`` is the time in which the prompt was read, and ``wait`` the time
+    from the call to the end of the prompt: more, where copies for drafts were made. ``timeline``
+    has each round with the seconds of decoding so far. ``continues``: the text goes on with
+    whatever its cache holds, as a conversation does. ``trouble`` says why steps fell back to the
+    readable blocks, if so.
     """
 
     source: Text
     options: Options
     rule: Rule
+    grammar: GrammarConstraint | None = None
     draft: str = ""
     is_plain: bool = False
+    prompt_seconds: float = 0.0
+    wait: float = 0.0
     timeline: list[tuple[Round, float]] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     continues: bool = False
@@ -97,6 +122,11 @@ class Sample:
         return self.source.generated
 
     @property
+    def prompt_tokens(self) -> int:
+        """Number of the prompt's tokens."""
+        return self.source.prompt_length
+
+    @property
     def finish(self) -> str:
         """Why the text ended: "eos", "stop", "length", or "interrupted"."""
         return self.source.finish or "interrupted"
@@ -108,8 +138,15 @@ class Sample:
 
     @property
     def seconds(self) -> float:
-        """Seconds of decoding."""
+        """Seconds from the end of the prompt to the last token, without those that the reader of a
+        stream took between two rounds.
+        """
         return self.timeline[-1][1] if self.timeline else 0.0
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Seconds from the call to the first token, the reading of the prompt included."""
+        return self.wait + self.timeline[0][1] if self.timeline else 0.0
 
     @property
     def speed(self) -> float:
@@ -125,8 +162,9 @@ class Session:
     """A model that writes by ``write``, ``stream``, ``write_all`` and ``chat``. Options of a call
     stand in place of those that the session was made with.
 
-    The weights are loaded when they are first used. One text is written at a time: a call ends a
-    stream that has not ended. ``sample`` is the last text that ``write`` or ``stream`` began.
+    The weights are loaded when they are first used. One call is answered at a time: another
+    thread's waits for it. A call ends a stream that has not ended, which then raises InputError.
+    ``sample`` is the last text that ``write`` or ``stream`` began.
     """
 
     def __init__(self, options: Options, model: Decoder | None = None) -> None:
@@ -142,7 +180,7 @@ class Session:
         self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None
-        self.streaming: Generator[str, None, None] = (piece for piece in ())
+        self.lock = RLock()
         self.draft_models: dict[str, Decoder] = {}
         self.prepared: set[LayerPlan] = set()
         # of all texts that no draft length can change
@@ -154,7 +192,7 @@ class Session:
     @cached_property
     def model(self) -> Decoder:
         """The model, loaded and prepared."""
-        return accelerated(load_model(self.folder, self.dtype, self.device), self.options)
+        return self.loaded(self.folder)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -224,39 +262,43 @@ class Session:
             options = options.merged(given)
         return options
 
-    def encode(self, prompt: str, options: Options | None = None) -> list[int]:
-        """Return the token ids of a prompt. Raises InputError for anything but text, and for a
-        prompt that is too long for the context.
-        """
-        ids = encode_prompt(self.tokenizer, checked_prompt(prompt), options or self.options)
-        return self.fitting(ids)
+    def loaded(self, folder: Path) -> Decoder:
+        """Return a model with fast steps, as the options ask for."""
+        return accelerated(load_model(folder, self.dtype, self.device), self.options)
 
-    def encode_messages(
-        self,
-        messages: Messages,
-        options: Options | None = None,
-        variables: Mapping[str, Any] | None = None,
+    def encode(
+        self, prompt: Prompt, options: Options | None = None, context: int | None = None
     ) -> list[int]:
-        """Return the token ids of a conversation, up to the beginning of the next answer, with
-        ``variables`` of the chat template.
+        """Return the token ids of a prompt. Raises InputError for what is none, and for one that is
+        too long for ``context``, by default the session's.
         """
         options = options or self.options
-        return self.fitting(encode_chat(self.tokenizer, messages, options, variables))
+        ids = self.fitting(encode_prompt(self.tokenizer, prompt, options), context)
+        end = self.labels.spelled(ids[-2 * len(THINK) :])
+        opens_thinking = end.rstrip().endswith(THINK)
+        if opens_thinking and (options.stop or any(getattr(options, name) for name in GRAMMARS)):
+            say(
+                "the chat template opens a thinking part: grammar and stop strings begin in it,"
+                " not after it (see --chat-template-kwargs)"
+            )
+        return ids
 
-    def fitting(self, ids: list[int]) -> list[int]:
+    def fitting(self, ids: list[int], context: int | None = None) -> list[int]:
         """Return these token ids. Raises InputError for ids outside the model's vocabulary, and for
         as many as the context or more.
         """
-        if not ids or max(ids) >= self.config.vocab_size:
+        vocab_size = self.config.vocab_size
+        if not (ids and 0 <= min(ids) <= max(ids) < vocab_size):
             raise InputError(
-                f"{self.folder}: the tokenizer does not belong to this model: it gives no ids, or"
-                " ids that the model lacks"
+                f"the prompt has no token ids, or some outside 0 to {vocab_size - 1}: unless they"
+                " were given, the tokenizer does not belong to this model"
             )
-        if len(ids) >= self.context:
-            used = self.context < self.config.max_positions
+        context = context or self.context
+        if len(ids) >= context:
+            used = context < self.config.max_positions
             raise ContextFull(
                 f"the prompt has {len(ids)} tokens, the model's context"
-                f" {self.config.max_positions} tokens{f', {self.context} are used' * used}:"
+                f" {self.config.max_positions} tokens{f', {context} are used' * used}:"
                 f" shorten the prompt{' or raise --context' * used}"
             )
         return ids
@@ -267,18 +309,17 @@ class Session:
         """
         options = (options or self.options).seeded()
         kind = next((name for name in GRAMMARS if getattr(options, name) is not None), None)
-        constraints = []
+        grammar = None
         if kind:
             from decoding.grammar import Grammar
 
             source = read_grammar(kind, options)
-            grammar = Grammar(GRAMMARS[kind], source, self.vocabulary, self.mask_seconds)
-            constraints.append(grammar(len(ids)))
+            grammar = Grammar(GRAMMARS[kind], source, self.vocabulary, self.mask_seconds)(len(ids))
         budget = min(options.max_new_tokens, self.context - len(ids))
         eos_ids = self.tokenizer.eos_ids
-        rules = Rules(budget, eos_ids, options.stop, options.ban, constraints)
+        rules = Rules(budget, eos_ids, options.stop, options.ban, [grammar] if grammar else [])
         text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
-        return Sample(text, options, replace(options.rule, sample=number))
+        return Sample(text, options, replace(options.rule, sample=number), grammar)
 
     def new_slot(self, capacity: int) -> Slot:
         """Return an empty cache of this many positions."""
@@ -295,23 +336,19 @@ class Session:
 
     @torch.inference_mode()
     def read(self, sample: Sample, slot: Slot, target: Model) -> None:
-        """Read the prompt of a text, all but its last token, into a cache.
+        """Read the prompt of a text, all but its last token, into a cache, from the first token on
+        that it does not hold: see ``Slot.keep``.
 
-        Nothing is read of a prompt that the cache holds. A text that ``continues`` is read from the
-        longest common prefix on, and so may differ in rounding from one that is read anew.
+        A text that ``continues`` goes on behind entries of short steps, which round otherwise than
+        the chunks of a prompt, so it may differ in rounding from one whose prompt is read anew.
         """
-        prompt = sample.source.tokens
-        if sample.continues:
-            at = common_prefix(slot.tokens[: slot.cache.length], prompt[:-1])
-        else:
-            at = len(prompt) - 1 if slot.prompt == prompt else 0
-        slot.prompt = []  # the cache may hold anything, if this is interrupted
-        slot.tokens = slot.tokens[:at]
-        slot.cache.truncate(at)
-        if unread := prompt[at:-1]:
-            target.prefill(torch.tensor([unread], device=self.device), slot.cache, at)
-        slot.prompt = [] if sample.continues else [*prompt]
-        slot.tokens = prompt[:-1]
+        prompt = sample.source.tokens[:-1]
+        start = slot.keep(prompt, not sample.continues)
+        if unread := prompt[start:]:
+            target.prefill(torch.tensor([unread], device=self.device), slot.cache, start)
+            if start == slot.read and start % PREFILL_CHUNK == 0:
+                slot.read = len(prompt)
+        slot.tokens = prompt
 
     def rounds(
         self,
@@ -320,52 +357,67 @@ class Session:
         target: Model | None = None,
         observer: Observer | None = None,
     ) -> Iterator[Round]:
-        """Read the prompt of a text and write it to its end; yields the rounds.
+        """Prepare the draft of a text, read its prompt, and write it to its end; yields the rounds.
 
-        The time between two rounds is not counted. ``target`` is the model as the loop calls it,
-        which differs from the session's where several texts share steps. Raises InputError.
+        ``target`` is the model as the loop calls it, which differs from the session's where several
+        texts share steps. Raises InputError.
         """
         text = sample.source
-        slot = slot or self.slot_for(text.longest)
-        target = target or self.model
-        self.read(sample, slot, target)
-        way = draft_of(self, sample, slot, target)
-        sample.draft = way.name
-        sample.is_plain = way.policy.gamma == 0
+        called = now(self.device)
+        with self.lock:
+            slot = slot or self.slot_for(text.longest)
+            target = target or self.model
+            slot.text = text
+            slot.keep(text.tokens[:-1], not sample.continues)
+            strategy = strategy_of(self, sample, slot, target)
+            sample.draft = strategy.name
+            sample.is_plain = strategy.policy.gamma == 0
+            prepared = now(self.device)
+            self.read(sample, slot, target)
+        began = now(self.device)
+        sample.prompt_seconds = began - prepared
+        sample.wait = began - called
         rounds = speculate(
             target,
             slot.cache,
             text,
-            way.drafter,
-            way.policy,
+            strategy.drafter,
+            strategy.policy,
             sample.options.params,
             sample.rule.randomness(self.device),
             sample.rule.verify,
             observer=observer,
         )
-        began = now(self.device)
-        while round := self._next(rounds, text):
+        while text.finish is None:
+            with self.lock:
+                if slot.text is not text:
+                    raise InputError(
+                        "another call of the session cut this stream off: read a stream to its end,"
+                        " or load the model twice"
+                    )
+                round = self._next(rounds, sample)
+                slot.tokens = text.tokens[:-1]
             sample.timeline.append((round, sample.seconds + now(self.device) - began))
             sample.trouble = self.model.trouble  # a step may have fallen back
             sample.statistics.add(round)
-            slot.tokens = text.tokens[:-1]
             yield round
             began = now(self.device)
 
-    def _next(self, rounds: Iterator[Round], text: Text) -> Round | None:
-        """Return the next round; None at the end. A dead end is told with the grammar's reason."""
+    def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
+        """Return the next round. A dead end has the grammar's reason, if any."""
         try:
-            return next(rounds, None)
+            return next(rounds)
         except DeadEnd:
-            for constraint in text.constraints:
-                if trouble := constraint.trouble_after(text.tokens):
-                    raise DeadEnd(trouble) from None
+            trouble = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
+            if trouble:
+                raise DeadEnd(trouble) from None
             raise
 
     def finish(self, sample: Sample) -> Sample:
         """Write a text to its end, and return it."""
-        for _ in self.rounds(sample):
-            pass
+        with self.lock:
+            for _ in self.rounds(sample):
+                pass
         return sample
 
     def warm_up(self, ids: Sequence[int], options: Options | None = None) -> None:
@@ -375,57 +427,51 @@ class Session:
         for draft in ({}, {"draft": "none"}):
             self.finish(self.begin(ids, options.merged({"max_new_tokens": few, **draft})))
 
-    def write(self, prompt: str, **options: object) -> Sample:
+    def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
-        for _ in self.stream(prompt, **options):
-            pass
-        return self.sample
+        return self.finish(self._begun(prompt, options))
 
-    def stream(self, prompt: str, **options: object) -> Iterator[str]:
+    def stream(self, prompt: Prompt, **options: object) -> Iterator[str]:
         """Return the text after a prompt, in pieces as they are written. Raises InputError."""
-        self.streaming.close()
+        sample = self._begun(prompt, options)
+        return pieces(sample, self.rounds(sample))
+
+    def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
         given = self.merged(options)
-        self.sample = self.begin(self.encode(prompt, given), given)
-        self.streaming = self.pieces(self.sample)
-        return self.streaming
+        self.sample = sample = self.begin(self.encode(prompt, given), given)
+        return sample
 
-    def pieces(self, sample: Sample, slot: Slot | None = None) -> Generator[str, None, None]:
-        """Write a text, and yield it in pieces."""
-        stream = TextStream(sample.source)
-        for _ in self.rounds(sample, slot):
-            if piece := stream.pull():
-                yield piece
-
-    def write_all(self, prompts: Sequence[str], **options: object) -> list[Sample]:
+    def write_all(self, prompts: Sequence[Prompt], **options: object) -> list[Sample]:
         """Return a text after each prompt, written in shared steps where the device has them.
 
         Greedy texts are those of ``write``. Sampled ones have random numbers of their own, by the
         seed and their place in the list. Raises InputError.
         """
-        self.streaming.close()
         if not isinstance(prompts, list | tuple):
-            raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
-        given = self.merged(options)
-        given = given.seeded()
+            raise InputError(f"prompts must be a list, found {prompts!r:.80}")
+        given = self.merged(options).seeded()
         ids = [self.encode(prompt, given) for prompt in prompts]
         samples = [self.begin(each, given, number) for number, each in enumerate(ids)]
         self.finish_all(samples)
         return samples
 
-    def finish_all(
-        self,
-        samples: Sequence[Sample],
-        see: Callable[[Sample, Round], None] = lambda sample, round: None,
-    ) -> None:
-        """Write texts to their ends, together where they share steps; ``see`` is called with each
-        round. The first error is raised when all have ended.
+    def finish_all(self, samples: Sequence[Sample]) -> None:
+        """Write texts to their ends: see ``rounds_of_all``."""
+        with self.lock:
+            for _ in self.rounds_of_all(samples):
+                pass
+
+    def rounds_of_all(self, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Round]]:
+        """Write texts to their ends, together where they share steps; yields their rounds.
+
+        The first error is raised when all have ended.
         """
         positions = max((sample.source.longest for sample in samples), default=1)
         count = self.slots_for(len(samples), positions)
         if count == 1:
             for sample in samples:
                 for round in self.rounds(sample):
-                    see(sample, round)
+                    yield sample, round
             return
         from decoding.together import Together
 
@@ -436,16 +482,17 @@ class Session:
             self.read(samples[0], free[0], self.model)
             for slot in free[1:]:
                 slot.cache.copy_from(free[0].cache, len(prompt) - 1)
-                slot.prompt = [*prompt]
                 slot.tokens = prompt[:-1]
+                slot.read = len(prompt) - 1
         waiting = [*samples]
+        written: list[tuple[Sample, Round]] = []
         errors: list[InputError] = []
 
         def write(sample: Sample) -> None:
             slot = free.pop()
             try:
                 for round in self.rounds(sample, slot, together):
-                    see(sample, round)
+                    written.append((sample, round))
             except InputError as error:
                 errors.append(error)
             finally:
@@ -456,6 +503,8 @@ class Session:
                 while waiting and free:
                     together.start(lambda: write(waiting.pop(0)))
                 together.step()
+                yield from written
+                written.clear()
         finally:
             for loop in [*together.loops]:
                 together.stop(loop)
@@ -475,6 +524,14 @@ class Session:
         from app.chat import Chat
 
         return Chat(self, options)
+
+
+def pieces(sample: Sample, rounds: Iterator[Round]) -> Iterator[str]:
+    """Yield the pieces of a text as its rounds write them."""
+    stream = TextStream(sample.source)
+    for _ in rounds:
+        if piece := stream.pull():
+            yield piece
 
 
 def accelerated(model: Decoder, options: Options) -> Decoder:

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from app.drafts import draft_of
+from app.drafts import strategy_of
 from app.files import read_json
 from app.options import Options
 from app.session import Session
@@ -102,7 +102,7 @@ def costs_section(bench: Bench) -> list[Row]:
     for name, options in bench.drafts.items():
         if options.draft not in ("lookup", "auto") and not options.adaptive:
             sample = begin(session, options, Case("", [0], 1))
-            drafters[name] = draft_of(session, sample, slot, session.model).drafter
+            drafters[name] = strategy_of(session, sample, slot, session.model).drafter
     drafts = {name: (each.model, each.cache, each.plan) for name, each in drafters.items()}
     return measure_costs(session.model, slot.cache, drafts)
 

@@ -90,7 +90,7 @@ def write(session: Session, slot: Slot, options: Options, case: Case) -> Written
     """
     sample = begin(session, options, case)
     if case.schema is None:
-        slot.prompt = []
+        slot.tokens = []
     rounds = [*session.rounds(sample, slot)]
     return Written(sample.tokens, rounds, sample.seconds if case.schema else None)
 

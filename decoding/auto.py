@@ -128,11 +128,13 @@ class Auto(Policy):
         *,
         priors: Mapping[str, float] | None = None,
         by_confidence: bool = True,
+        longest: int | None = None,
     ) -> None:
         """``priors``: α of a kind before its first round; ``by_confidence``: whether a model's
-        draft ends by the confidence of its tokens, which the host then reads one by one.
+        draft ends by the confidence of its tokens, which the host then reads one by one;
+        ``longest``: most tokens of a draft, where fewer than ``LONGEST``.
         """
-        super().__init__(LONGEST)
+        super().__init__(min(longest or LONGEST, LONGEST))
         self.reads_draft_confidence = by_confidence
         self.drafters = drafters
         self.costs = costs

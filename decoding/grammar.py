@@ -35,6 +35,7 @@ from decoding.text import Text
 from model.errors import InputError
 
 Kind = Literal["json_schema", "regex", "lark"]
+TITLES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
 # the one style of JSON: without it a model may fill its budget with spaces
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -102,12 +103,12 @@ class Grammar:
             raise InputError(trouble)
         first[list(self.vocabulary.eos_ids)] = False
         if not first.any():
-            raise InputError(f"{self.option}: only the empty text satisfies it")
+            raise InputError(f"the {self.title}: only the empty text satisfies it")
 
     @property
-    def option(self) -> str:
-        """The command line's option of this kind."""
-        return {"json_schema": "--json-schema", "regex": "--regex", "lark": "--grammar"}[self.kind]
+    def title(self) -> str:
+        """The name of the kind in an error."""
+        return TITLES[self.kind]
 
     @cached_property
     def pristine(self) -> llguidance.LLMatcher:
@@ -123,20 +124,20 @@ class Grammar:
         """Return the source in the library's format."""
         if self.kind == "regex":
             if (len(self.source) - len(self.source.rstrip("\\"))) % 2:
-                raise InputError(f"{self.option} ends in a backslash that escapes nothing")
+                raise InputError(f"the {self.title} ends in a backslash that escapes nothing")
             return llguidance.LLMatcher.grammar_from_regex(self.source)
         if self.kind == "lark":
             return llguidance.LLMatcher.grammar_from_lark(self.source)
         try:
             schema = json.loads(self.source, parse_constant=finite, parse_float=finite)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{self.option} is no JSON: {error}") from None
+            raise InputError(f"the {self.title} is no JSON: {error}") from None
         if not isinstance(schema, dict):
-            raise InputError(f"{self.option}: a schema is an object, found {schema!r:.80}")
+            raise InputError(f"the {self.title}: a schema is an object, found {schema!r:.80}")
         try:
             return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
         except ValueError as error:  # a lone surrogate, or a number that no double holds
-            raise InputError(f"{self.option} is not supported: {error}") from None
+            raise InputError(f"the {self.title} is not supported: {error}") from None
 
     def __call__(self, prompt_length: int) -> GrammarConstraint:
         return GrammarConstraint(self, prompt_length)
@@ -200,7 +201,7 @@ class GrammarConstraint:
                 trouble = None
                 break
             # A matcher never leaves an error. Other branches may have used up a limit: once more.
-            trouble = f"{self.grammar.option}: {reason(self.matcher)}"
+            trouble = f"the {self.grammar.title}: {reason(self.matcher)}"
             self.matcher = self.grammar.pristine.deep_copy()
             self.consumed = ()
         else:
@@ -208,7 +209,7 @@ class GrammarConstraint:
         self.seconds += time.thread_time() - began
         if self.seconds > self.grammar.seconds:
             raise InputError(
-                f"{self.grammar.option}: its masks took more than {self.grammar.seconds:g} s:"
+                f"the {self.grammar.title}: its masks took more than {self.grammar.seconds:g} s:"
                 " simplify it"
             )
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")

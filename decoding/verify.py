@@ -6,7 +6,6 @@ Knows nothing of models and texts: a rule is a pure function of distributions an
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from decoding.randomness import KeyedRandomness, Place, Randomness, SeededRandomness
-from model.errors import InputError
 
 
 def verify_by_ratio(
@@ -140,20 +138,6 @@ class Rule:
     name: str
     seed: int
     sample: int = 0
-
-    @staticmethod
-    def of(name: str | None, seed: int | None) -> Rule:
-        """Return the rule of this name, by default the race; a missing seed is random.
-
-        Raises InputError for a seed outside 64 bits.
-        """
-        if seed is not None and not 0 <= seed < 2**64:
-            raise InputError(f"--seed must be from 0 to 2^64 - 1, found {seed}", "seed")
-        return Rule(name or "race", secrets.randbelow(2**32) if seed is None else seed)
-
-    def __str__(self) -> str:
-        """Return the command-line options that reproduce the text."""
-        return f"--seed {self.seed} --coupling {self.name}"
 
     def randomness(self, device: torch.device | str = "cpu") -> Randomness:
         """Return a fresh source of randomness for one text."""

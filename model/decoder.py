@@ -16,7 +16,7 @@ from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
 from model.quantise import Quantised, Twins, quantise
 
-PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
+PREFILL_CHUNK = 256  # prompt tokens per forward pass: bounds the memory of activations
 
 
 class Abilities(NamedTuple):

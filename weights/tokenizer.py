@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sentencepiece
@@ -66,7 +67,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
         files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
-        path = next((file for file in files if file.exists()), None)
+        path = next((file for file in files if file.is_file()), None)
         if path is None:
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
@@ -140,20 +141,20 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, str]],
         answer: str = "",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Return the token ids of a conversation, up to the beginning of the assistant's answer, or
-        up to the end of an ``answer`` that has begun.
+        up to the end of an ``answer`` that has begun. The template also has these ``variables``,
+        JSON values.
 
         Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of
-        control tokens are control tokens in the template, and text in a content. ``variables`` are
-        those of the template, JSON values in which these names are text too. Raises InputError
-        without a template, if it refuses, or if it does not read a variable.
+        control tokens are control tokens in the template, and text in a content or a variable.
+        Raises InputError without a template, if it refuses, or if it does not read a variable.
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
         hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
-        given = json.loads(self._hide_names(json.dumps(variables or {}, ensure_ascii=False)))
+        given = json.loads(self._hide_names(json.dumps(dict(variables), ensure_ascii=False)))
         rendered = self._render(hidden, given) + self._hide_names(answer)
         # The names that the template has, and the texts between them. A hidden name does not match:
         # it is in pieces, or one character before a placeholder.
@@ -168,9 +169,9 @@ class Tokenizer:
             lambda found: "".join(character + self.placeholder for character in found[0]), text
         )
 
-    def _render(self, messages: Sequence[dict[str, str]], variables: dict[str, Any]) -> str:
-        """Return the text of a conversation by the chat template, with the variables of
-        transformers, and those that are given.
+    def _render(self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any]) -> str:
+        """Return the text of a conversation by the chat template, with these variables and those of
+        transformers.
         """
 
         def refuse(message: str) -> None:
@@ -179,20 +180,24 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
+        environment.filters["tojson"] = to_json
         template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # both are a scope
-        defaults = {"add_generation_prompt": True, "tools": None, "documents": None, **self.names}
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
             for name in variables.keys() - find_undeclared_variables(environment.parse(template)):
                 raise InputError(
-                    f"the model's chat template has no variable {name!r:.80}", "variables"
+                    f"the chat template has no variable {name!r:.80}", "chat_template_kwargs"
                 )
             return as_text(
                 environment.from_string(template).render(
                     messages=messages,
+                    add_generation_prompt=True,
+                    tools=None,
+                    documents=None,
                     raise_exception=refuse,
                     strftime_now=lambda form: datetime.now().strftime(form),
-                    **defaults | variables,
+                    **self.names,
+                    **variables,
                 )
             )
 
@@ -235,6 +240,11 @@ def plain_chat(template: Any) -> str | None:
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     return None if template is None else as_text(template)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+    """Return JSON for a chat template, by the filter of transformers: Jinja's escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 
 def as_text(value: Any) -> str:

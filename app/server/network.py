@@ -48,7 +48,7 @@ def refusal(request: Request, error: Exception) -> JSONResponse:
     message = str(getattr(error, "detail", error))
     param = None
     if isinstance(error, InputError | ValidationError) and not error.__cause__:
-        message, param = complaint(error, getattr(request.state, "body", None))
+        message, param = complaint(error)
     elif not isinstance(error, HTTPException):  # also of a user's code
         status = 500
         message = "the request could not be answered"
@@ -63,7 +63,7 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
     """Return the response to a request for a text, once there is a message of it."""
     if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
         raise HTTPException(400, f"send a Content-Length, of at most {MAX_BODY} bytes")
-    body = request.state.body = kind.model_validate_json(await request.body())
+    body = kind.model_validate_json(await request.body())
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
     job = Job(body, await asyncio.to_thread(begin, worker.session, body))

@@ -47,14 +47,16 @@ OPTIONS = (
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("exit_layer", "adaptive", "min_target_confidence"),
 )
-GIVEN = {*OPTIONS, "max_new_tokens", "top_k", "stop", "ban", "draft", "gamma"}
-# Fields for an option of another name. An error names the first that is given, or else the last.
+GIVEN = {
+    *(*OPTIONS, "max_new_tokens", "top_k", "stop", "ban", "draft", "gamma"),
+    "chat_template_kwargs",
+}
+# Fields of requests for options of other names
 SPELLINGS = {
-    "max_new_tokens": ("max_tokens",),
-    "json_schema": ("response_format", "structured_outputs.json"),
-    "regex": ("structured_outputs.regex",),
-    "grammar": ("structured_outputs.grammar",),
-    "variables": ("chat_template_kwargs",),
+    "max_new_tokens": "max_tokens",
+    "json_schema": "response_format",
+    "regex": "structured_outputs.regex",
+    "grammar": "structured_outputs.grammar",
 }
 # Lengths are in characters. Stop strings are searched for after each token. Thousands of Lark rules
 # that each name the next overflow the stack of llguidance, which ends the process.
@@ -207,7 +209,7 @@ class ChatBody(TextBody):
     """JSON of ``/v1/chat/completions``. ``chat_template_kwargs`` are variables of the template."""
 
     messages: list[Message] = Field(min_length=1)
-    chat_template_kwargs: dict[str, Any] = Field({})
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool = False
     top_logprobs: Top | None = None
 
@@ -221,35 +223,19 @@ def begin(session: Session, body: CompletionBody | ChatBody) -> Sample:
     """Return the text of a request, with its prompt only. Raises InputError."""
     options = session.options.merged(body.options())
     if isinstance(body, ChatBody):
-        messages = [{"role": each.role, "content": each.content} for each in body.messages]
-        ids = session.encode_messages(messages, options, body.chat_template_kwargs)
-    elif isinstance(body.prompt, str):
-        ids = session.encode(body.prompt, replace(options, chat=False, system=None))
+        prompt = [{"role": each.role, "content": each.content} for each in body.messages]
+        ids = session.encode(prompt, options)
     else:
-        if max(body.prompt) >= session.config.vocab_size:
-            size = session.config.vocab_size
-            raise InputError(f"prompt: a token id must be below {size}", "prompt")
-        ids = session.fitting(body.prompt)
+        ids = session.encode(body.prompt, replace(options, chat=False, system=None))
     sample = session.begin(ids, options)
     sample.continues = isinstance(body, ChatBody)
     return sample
 
 
-def complaint(
-    error: InputError | ValidationError, body: TextBody | None = None
-) -> tuple[str, str | None]:
-    """Return what a client is told of an error in its request, and the field at fault, if known.
-
-    Option ``--exit-layer``, "exit-layer" in an error of its own, is field ``exit_layer``.
-    """
+def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
+    """Return what a client is told of an error in its request, and the field at fault, if known."""
     if isinstance(error, InputError):
-        dashed = error.field.replace("_", "-") if error.field else "(?!)"
-        told = re.sub(
-            rf"--([a-z-]+)|\b({dashed})\b",
-            lambda found: spelled((found[1] or found[2]).replace("-", "_"), body),
-            str(error),
-        )
-        return told, error.field and spelled(error.field, body)
+        return as_fields(str(error), error.field), SPELLINGS.get(error.field, error.field)
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     is_unknown = first["type"] == "extra_forbidden"
@@ -257,7 +243,14 @@ def complaint(
     return f"{one_line(field)[:80] if field else 'the body'}: {told}", field
 
 
-def spelled(option: str, body: TextBody | None) -> str:
-    """Return the name of an option in a request."""
-    names = SPELLINGS.get(option, (option,))
-    return next((name for name in names if getattr(body, name, None) is not None), names[-1])
+def as_fields(told: str, option: str | None) -> str:
+    """Return an error with the names of fields in place of those of options: ``--exit-layer`` and,
+    of the ``option`` at fault, "exit-layer" alone become ``exit_layer``.
+    """
+
+    def field(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        return SPELLINGS.get(name, name)
+
+    alone = (option or "--").replace("_", "-")
+    return re.sub(rf"\b({alone})\b", field, re.sub("--([a-z-]+)", field, told))

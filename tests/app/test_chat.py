@@ -1,12 +1,13 @@
 """Conversations: what a turn reads, keeps and forgets, and one at a terminal."""
 
 import io
+import os
 from typing import Any
 
 import pytest
 
 import generate
-from app.chat import ContextFull
+from app.chat import ContextFull, turns
 from app.session import Session
 from tests.calls import recorded
 from tests.commands import Run
@@ -31,7 +32,7 @@ def test_a_turn_reads_only_what_is_new(session: Session, monkeypatch: pytest.Mon
     prompt = answer.source.tokens[: answer.source.prompt_length]
     ((new),) = read
     assert prompt[-1 - len(new) : -1] == new and len(new) < 20 < len(before)
-    assert prompt == session.encode_messages(chat.messages[:-1])
+    assert prompt == session.encode(chat.messages[:-1])
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "race"])
@@ -105,6 +106,18 @@ def test_a_conversation_at_a_terminal(
     # of the last answer, whatever drafts next
     assert said.err.count("tokens/s; prompt lookup") == 2
     assert "accepted" in said.out, "the trace"
+
+
+def test_lines_that_are_pasted_together_are_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, terminal = os.openpty()
+    with open(terminal, encoding="utf-8") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        os.write(keyboard, b"one\ntwo\n\nthree\n")
+        said = turns()
+        assert next(said) == "one\ntwo\n\nthree"
+        os.write(keyboard, b"/quit\n")
+        assert list(said) == []
+    os.close(keyboard)
 
 
 def test_the_end_of_input_ends_a_conversation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Comparison with plain decoding: the same prompt, options and rule, in turns, after a warm-up."""
 
+import re
 import tempfile
 from collections.abc import Iterator
 from itertools import accumulate, count
@@ -104,19 +105,21 @@ def test_speeds_are_compared_unless_the_text_is_too_short(
     monkeypatch.setattr(session, "now", lambda device: next(ticks))
     speed = f"{tokens / seconds:.1f}"
     speeds = f"1.00 times plain decoding, {speed} against {speed} tokens/s"
-    speeds += f" (medians of {turns} turns, 1.00-1.00)"
+    speeds += f" without the prompt (the median of {turns} turns, 1.00-1.00)"
     short = f"[same text; too short to compare speeds: {tokens} tokens]"
     said = comparison(idle, written(idle, tokens))
     assert said == (f"[{speeds}, same text]" if turns else short)
 
 
 def test_turns_that_disagree_are_told(idle: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here each text takes longer than the one before it."""
-    ticks = accumulate(count(step=1.0))
+    """Here each text takes longer than the one before it. The speeds are those of one turn."""
+    ticks = accumulate(count(step=1e-4))
     monkeypatch.setattr(session, "now", lambda device: next(ticks))
     monkeypatch.setattr(output, "UNSTEADY", 1.01)
     said = comparison(idle, written(idle, 48))
     assert "the turns differ much: compare again on an idle machine" in said
+    times, drafted, plain = map(float, re.findall(r"\d+\.\d+", said)[:3])
+    assert times == pytest.approx(drafted / plain, rel=0.1) and times != 1
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])

@@ -1,5 +1,6 @@
 """Drafts: the drafter and the policy that options and a plan mean, and what they need."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.drafts import draft_of, plan_for
+from app.drafts import optional_plans, plan_for, strategy_of
 from app.options import Options
 from app.plan_file import DraftPlan, write_plan
 from app.session import Session, load
@@ -37,11 +38,11 @@ def session() -> Session:
     return load("tiny-llama", max_new_tokens=24)
 
 
-def way_of(session: Session, **options: Any) -> Any:
+def found(session: Session, **options: Any) -> Any:
     sample = session.begin(session.encode(PROMPT), session.merged(options))
     slot = session.slot_for(sample.source.longest)
     session.read(sample, slot, session.model)
-    return draft_of(session, sample, slot, session.model)
+    return strategy_of(session, sample, slot, session.model)
 
 
 def seen(policy: Policy) -> Seen:
@@ -71,8 +72,8 @@ def test_what_an_option_does_not_say_the_plan_says(
 ) -> None:
     """A plan that says that no draft pays drafts only where a length is given."""
     of_plan = {"draft": "skip", "plan": plan} if plan else {"draft": "exit"}
-    assert seen(way_of(session, **of_plan, **given).policy) == expected
-    gated = way_of(session, **of_plan, **given, min_target_confidence=0.4).policy
+    assert seen(found(session, **of_plan, **given).policy) == expected
+    gated = found(session, **of_plan, **given, min_target_confidence=0.4).policy
     if expected[1]:
         assert isinstance(gated, ConfidenceGate) and gated.least == 0.4
         assert seen(gated.inner) == expected
@@ -82,10 +83,10 @@ def test_what_an_option_does_not_say_the_plan_says(
 
 def test_a_low_bit_draft_has_the_bits_asked_for(session: Session) -> None:
     for bits, wanted in ((None, 4), (8, 8)):
-        way = way_of(session, draft="lowbit", bits=bits)
-        assert {*way.drafter.plan.attention, *way.drafter.plan.mlp} == {
+        strategy = found(session, draft="lowbit", bits=bits)
+        assert {*strategy.drafter.plan.attention, *strategy.drafter.plan.mlp} == {
             wanted
-        } and way.policy.gamma == 5
+        } and strategy.policy.gamma == 5
 
 
 @pytest.mark.parametrize(("kernels", "head"), [((4,), 4), ((4, 8), 8), ((), 8)])
@@ -95,7 +96,7 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel(
     """A GPU has a kernel for four bits only."""
     abilities = session.model.abilities._replace(low_bits=kernels)
     monkeypatch.setattr(session.model, "abilities", abilities)
-    assert way_of(session, draft="lowbit").drafter.plan.head == head
+    assert found(session, draft="lowbit").drafter.plan.head == head
 
 
 def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
@@ -109,8 +110,32 @@ def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
     eight += 6 * session.config.vocab_size * session.config.hidden_size + 1  # while it is rounded
     for free, count in [(1, 1), (eight, 2), (four + eight, 3)]:
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
-        way = way_of(session, draft="auto", plan=str(tmp_path / "plan.json"))
-        assert len(way.name.split("; ")) == count
+        strategy = found(session, draft="auto", plan=str(tmp_path / "plan.json"))
+        assert len(strategy.policy.drafters) == count
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        ({"attn": [1]}, ["low bits", "plan"]),
+        ({"bits": 8}, ["low bits", "plan"]),
+        ({"bits": 4, "head_bits": 8}, ["low bits"]),
+        ({"attn": [1], "gamma": 0}, ["low bits"]),
+    ],
+    ids=str,
+)
+def test_auto_drafts_in_four_bits_and_with_a_plan_that_is_another_and_pays(
+    plan: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"attn": [], "alpha": 0.9} | plan))
+    assert [*optional_plans(Options(), tmp_path, 4)] == names
+
+
+def test_a_length_under_auto_is_a_cap(session: Session) -> None:
+    longest = [found(session, draft="auto", gamma=gamma).policy.gamma for gamma in (0, 2, 90)]
+    assert longest == [0, 2, 7]
+    sample = session.write("a b a b a b a b a b", gamma=2, max_new_tokens=24)
+    assert max(len(round.drafted) for round in sample.rounds) <= 2
 
 
 def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(tmp_path: Path) -> None:
@@ -152,8 +177,8 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
 def test_without_drafts_no_copies_are_made(session: Session) -> None:
     fresh = load("tiny-llama")
     for adaptive in (None, True):
-        way = way_of(fresh, draft="lowbit", gamma=0, adaptive=adaptive)
-        assert way.policy.gamma == 0
+        strategy = found(fresh, draft="lowbit", gamma=0, adaptive=adaptive)
+        assert strategy.policy.gamma == 0
     assert not fresh.prepared
 
 

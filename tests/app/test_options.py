@@ -19,7 +19,8 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "a fraction": ({"seed": 1.5}, "seed", "must be a whole number"),
     "a number for a truth value": ({"chat": "yes"}, "chat", "must be True or False"),
     "another rule": ({"coupling": "bogus"}, "coupling", "one of ratio, race, block"),
-    "text for a list": ({"stop": "end"}, "stop", "must be a list of strings"),
+    "a number for a list": ({"stop": 3}, "stop", "must be a list of strings"),
+    "numbers in a list": ({"stop": ["a", 3]}, "stop", "must be a list of strings"),
     "nothing for a list": ({"stop": None}, "stop", "must be a list of strings"),
     "a number for text": ({"draft": 3}, "draft", "must be a string"),
     "a negative temperature": ({"temperature": -1.0}, "temperature", "at least 0"),
@@ -37,7 +38,7 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
         "no effect with --draft lookup",
     ),
     "adaptive lookup": ({"draft": "lookup", "adaptive": True}, "adaptive", "no effect with"),
-    "no effect on auto": ({"draft": "auto", "gamma": 4}, "gamma", "no effect with"),
+    "no effect on auto": ({"draft": "auto", "adaptive": True}, "adaptive", "no effect with"),
     "three bits": ({"draft": "lowbit", "bits": 3}, "bits", "one of 4, 8"),
     "two grammars": (dict.fromkeys(GRAMMARS, "a"), None, "give one of"),
     "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "stand alone"),
@@ -89,8 +90,8 @@ def session() -> Session:
     ("wrong", "said"),
     [
         ({"temperature": "0.7"}, "--temperature must be a number"),
-        ({"trace": True}, "no option trace"),
-        ({"colour": "red"}, "no option colour"),
+        ({"trace": True}, "no option is called trace: give adaptive, ban, "),
+        ({"colour": "red"}, "no option is called colour"),
         ({"model": "tiny-gemma2"}, "model is an option of load"),
         ({"regex": "\ud800"}, "--regex is not UTF-8 text"),
         ({"json_schema": {"enum": ["\ud800"]}}, "is not"),
@@ -109,13 +110,26 @@ def test_every_call_of_python_refuses_it(
     assert said in refusal(session.write_all, ["Hello"], **wrong)
 
 
-@pytest.mark.parametrize("prompt", ["", "  ", None, 3, ["Hello"], b"Hello"], ids=repr)
-def test_a_prompt_that_is_no_text_is_refused(session: Session, prompt: Any) -> None:
-    for call in (session.write, session.stream, session.chat().say):
+@pytest.mark.parametrize("prompt", ["", " ", None, 3, [], ["Hello"], [True], b"Hello"], ids=repr)
+def test_what_is_no_prompt_is_refused(session: Session, prompt: Any) -> None:
+    for call in (session.write, session.stream):
         assert "a string that is not empty" in refusal(call, prompt)
     if not isinstance(prompt, list):
-        said = refusal(session.write_all, prompt)
-        assert "prompts must be a list of strings" in said
+        assert "prompts must be a list" in refusal(session.write_all, prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([1 << 20], "unless they were given, the tokenizer does not belong"),
+        ([-1], "some outside 0 to"),
+        ([{"role": "user"}], "a message is"),
+        ([{"role": "user", "content": "\ud800"}], "a message is"),
+        ("\ud800", "a message is"),
+    ],
+)
+def test_a_prompt_that_no_model_reads_is_refused(session: Session, prompt: Any, said: str) -> None:
+    assert said in refusal(session.write, prompt)
 
 
 @pytest.mark.parametrize(

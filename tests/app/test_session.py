@@ -1,6 +1,7 @@
 """The Python interface: streams, texts together, and what a call leaves behind."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -61,13 +62,79 @@ def test_a_call_or_ctrl_c_ends_a_stream_and_the_session_goes_on(session: Session
     stream = session.stream(FOX)
     next(stream)
     whole = session.write(FOX)
-    assert list(stream) == [] and len(whole.tokens) == 12
+    assert "cut this stream off" in refusal(list, stream) and len(whole.tokens) == 12
     stream = session.stream(FOX)
     next(stream)
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt())
     assert session.sample.finish == "interrupted"
     assert session.write(FOX).tokens == whole.tokens
+
+
+def test_two_threads_write_the_texts_that_each_would_write_alone(session: Session) -> None:
+    wanted = [session.write(prompt).tokens for prompt in PROMPTS]
+    chats = [session.chat() for _ in PROMPTS]
+    answers = [session.chat().say(prompt).tokens for prompt in PROMPTS]
+
+    def work(number: int) -> bool:
+        written = session.write(PROMPTS[number]).tokens == wanted[number]
+        together = [each.tokens for each in session.write_all(PROMPTS)] == wanted
+        return written and together and chats[number].say(PROMPTS[number]).tokens == answers[number]
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        assert all(threads.map(work, range(len(PROMPTS))))
+
+
+def test_a_chat_that_goes_on_cuts_off_its_stream_and_no_other(session: Session) -> None:
+    chat = session.chat()
+    streams = [chat.stream(FOX), session.stream(FOX)]
+    begun = [next(stream) for stream in streams]
+    chat.say("And?")
+    assert "cut this stream off" in refusal(list, streams[0])
+    assert begun[1] + "".join(streams[1]) == session.write(FOX).text
+    assert chat.messages[1]["content"].startswith(begun[0]) and len(chat.messages) == 4
+
+
+SYSTEM = [{"role": "system", "content": "You tell stories of foxes and hens. " * 4}]
+
+
+def test_a_prompt_is_read_from_the_prefix_on_that_the_cache_holds_and_the_text_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In whole chunks, so that the text has the bits of a fresh reading."""
+    for module in ("app.session", "model.decoder"):
+        monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 8)
+    prompts = [[*SYSTEM, {"role": "user", "content": text}] for text in (FOX, "Hello", FOX * 2)]
+    fresh = [generate.load("tiny-llama", **OPTIONS).write(prompt) for prompt in prompts]
+    session = generate.load("tiny-llama", **OPTIONS)
+    target = type(session.model.model)
+    read = recorded(monkeypatch, target, "prefill", lambda _, ids, cache, at=0: (at, ids.shape[1]))
+    for prompt, wanted in zip(prompts, fresh, strict=True):
+        assert session.write(prompt).tokens == wanted.tokens
+        assert "".join(session.stream(prompt)) == wanted.text
+    lengths = [sample.prompt_tokens - 1 for sample in fresh]
+    assert [at + count for at, count in read] == lengths, "each is read once"
+    assert read[0] == (0, lengths[0]) and all(at % 8 == 0 for at, _ in read)
+    assert all(count < 8 + 2 * len(FOX) < at for at, count in read[1:])
+
+
+def test_speed_counts_the_time_from_the_end_of_the_prompt_to_the_last_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that copies move by 100 seconds, the prompt by 10, each pass by 1."""
+    session = generate.load("tiny-llama", max_new_tokens=12, draft="none")
+    clock = [0]
+    monkeypatch.setattr(sessions, "now", lambda device: clock[0])
+
+    def moving(owner: Any, name: str, by: int) -> None:
+        recorded(monkeypatch, owner, name, lambda *_: clock.__setitem__(0, clock[0] + by))
+
+    moving(sessions, "strategy_of", 100)
+    moving(type(session.model.model), "prefill", 10)
+    moving(type(session.model), "__call__", 1)
+    sample = session.write(FOX)
+    assert (sample.prompt_seconds, sample.seconds, sample.speed) == (10, 12, 1)
+    assert sample.first_token_seconds == 100 + 10 + 1
 
 
 def test_ctrl_c_ends_all_texts_and_keeps_what_was_written(

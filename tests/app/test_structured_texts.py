@@ -98,7 +98,11 @@ def test_a_dead_end_is_told_with_the_grammars_reason(
     compute = GrammarConstraint._compute
 
     def failing(self: GrammarConstraint, written: tuple[int, ...]) -> tuple[Any, str | None]:
-        return (nothing, "--regex: too many states") if written else compute(self, written)
+        return (
+            (nothing, "the regular expression: too many states")
+            if written
+            else compute(self, written)
+        )
 
     monkeypatch.setattr(GrammarConstraint, "_compute", failing)
-    assert refusal(session.write, PROMPT) == "--regex: too many states"
+    assert refusal(session.write, PROMPT) == "the regular expression: too many states"

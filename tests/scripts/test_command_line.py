@@ -2,6 +2,7 @@
 Ctrl-C.
 """
 
+import io
 import json
 import re
 import signal
@@ -28,6 +29,8 @@ KEYS = [
     "tokens",
     "prompt_tokens",
     "finish_reason",
+    "prompt_seconds",
+    "first_token_seconds",
     "seconds",
     "tokens_per_second",
     "rounds",
@@ -65,8 +68,9 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "give one prompt"),
+        ([], "the prompt must be a string that is not empty"),
         (["a", "--prompt-file", "b"], "give one prompt"),
+        (["a", "-p", "b"], "give one prompt"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read"),
         ([""], "the prompt must be a string that is not empty"),
         (["\udcff"], "--prompt is not UTF-8 text"),
@@ -116,8 +120,13 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
 def test_wrong_input_is_one_clear_line_and_status_2(
-    arguments: list[str], complaint: str, run: Run, model: str
+    arguments: list[str],
+    complaint: str,
+    run: Run,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     assert complaint in run(*arguments, "--model", model).complaint
 
 
@@ -241,30 +250,11 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     assert "does not fit" in run("--model", model, "--dry-run").complaint
 
 
-@pytest.mark.parametrize(
-    ("plan", "drafts"),
-    [
-        (
-            {"attn": [1]},
-            "all layers in 4 bits; skipping 1 attention and 0 MLP sublayers; prompt",
-        ),
-        ({"bits": 8}, "all layers in 4 bits; all layers in 8 bits; prompt lookup"),
-        ({"bits": 4, "head_bits": 8}, ": all layers in 4 bits; prompt lookup"),
-    ],
-)
-def test_auto_drafts_in_four_bits_and_with_a_plan_that_is_another(
-    plan: dict, drafts: str, run: Run, planned: Path
-) -> None:
-    (planned / "plan.json").write_text(json.dumps({"attn": [], "kept_share": 0.9} | plan))
-    outcome = run("the", "--model", planned, "--max-new-tokens", "4", "--dtype", "bfloat16")
-    assert drafts in outcome.err.splitlines()[-1]
-
-
 def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, planned: Path) -> None:
     (planned / "plan.json").write_text('{"attn": [1, 2], "mlp": [2], "gamma": 0}')
     options = ["the", "--model", planned, "--max-new-tokens", "6"]
     assert "plain: by the plan, no draft pays" in run(*options, "--draft", "skip").err
-    assert "prompt lookup" in run(*options, "--draft", "auto").err
+    assert "tokens/s; auto" in run(*options, "--draft", "auto").err
     assert "skipping 2 attention" in run(*options, "--draft", "skip", "--gamma", "2").err
 
 
@@ -281,8 +271,19 @@ def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path
 def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("the hen", encoding)
-    common = ["--model", model, "--draft", "none", "--max-new-tokens", "5"]
-    assert run("--prompt-file", file, *common).out == run("the hen", *common).out
+    common = ["-m", model, "--draft", "none", "-n", "5"]
+    assert run("--prompt-file", file, *common).out == run("-p", "the hen", *common).out
+
+
+def test_a_piped_standard_input_is_the_prompt_where_no_other_is_given(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["-m", model, "--draft", "none", "-n", "5"]
+    given = run("the hen", *common).out
+    monkeypatch.setattr("sys.stdin", io.StringIO("the hen"))
+    assert run(*common).out == given
+    monkeypatch.setattr("sys.stdin", io.StringIO("the fox"))
+    assert run("the hen", *common).out == given
 
 
 # As a process

@@ -48,7 +48,7 @@ def test_plain_decoding_of_a_chat_is_transformers_greedy_text_up_to_and_with_the
     """By the production loop, without a draft; the prompt's ids, the logits of the whole and the
     ids that end a text are transformers' too.
     """
-    prompt = session.encode_messages(conversation)
+    prompt = session.encode(conversation)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     how = {"add_generation_prompt": True, "return_dict": False}
     assert prompt == their_tokenizer.apply_chat_template(conversation, **how)
