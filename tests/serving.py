@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from app.options import parse
 from app.session import Session
 from tests.folders import LLAMA, write_folder
@@ -41,10 +39,9 @@ def chat_folder(folder: Path) -> Path:
 
 @dataclass
 class Served:
-    """A running server, and the lines of its log."""
+    """A running server."""
 
     server: Server
-    log: list[str]
 
     @property
     def worker(self) -> Worker:
@@ -86,20 +83,17 @@ class Served:
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
-    from app.server import network
+    from app.server.network import Server
 
-    server = network.Server(Session(parse(["--serve", "0", *arguments])))
+    server = Server(Session(parse(["--serve", "0", *arguments])))
     thread = threading.Thread(target=server.serve_until_stopped)
-    with pytest.MonkeyPatch.context() as patch:
-        log: list[str] = []
-        patch.setattr(network, "say", log.append)
-        thread.start()
-        until(lambda: server.started)
-        try:
-            yield Served(server, log)
-        finally:
-            server.should_exit = True
-            thread.join()
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield Served(server)
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def until(true: Callable[[], Any], patience: float = 60.0) -> None:

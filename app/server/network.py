@@ -10,7 +10,6 @@ import re
 import secrets
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.command_line import say
 from app.files import explaining, one_line
 from app.options import KINDS, SHORT_TEXT
-from app.output import in_words
 from app.server.requests import ChatBody, CompletionBody, begin, complaint
 from app.server.worker import LOOK, Job, Worker
 from app.session import Session
@@ -37,12 +35,22 @@ from model.errors import InputError
 
 PAGE = Path(__file__).with_name("live.html")
 MAX_BODY = 1 << 20  # bytes
+LOG = {  # a line on standard error for each request
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "[%(message)s]"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "loggers": {
+        "uvicorn.access": {"handlers": ["stderr"], "level": "INFO"},
+        "uvicorn.error": {"level": "CRITICAL"},
+    },
+}
 
 
-def refusal(request: Request, error: Exception) -> JSONResponse:
+def refusal(request: Request | None, error: Exception) -> JSONResponse:
     """Return the response to an error, as in OpenAI's API, where ``param`` is the field at fault.
 
-    The log is ``told`` of it. A client is told no details of a failure such as exhausted memory.
+    A failure such as exhausted memory is printed; the client is told no details.
     """
     status = getattr(error, "status_code", 400)
     message = str(getattr(error, "detail", error))
@@ -50,10 +58,9 @@ def refusal(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, InputError | ValidationError) and not error.__cause__:
         message, param = complaint(error)
     elif not isinstance(error, HTTPException):  # also of a user's code
+        say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
         status = 500
         message = "the request could not be answered"
-        request.state.told = f"500: {type(error).__name__}: {one_line(error)}"
-    request.state.told = getattr(request.state, "told", f"{status}: {message}")
     kind = "server_error" if status >= 500 else "invalid_request_error"
     told = {"message": message, "type": kind, "param": param, "code": None}
     return JSONResponse({"error": told}, status, getattr(error, "headers", None))
@@ -67,7 +74,6 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
     job = Job(body, await asyncio.to_thread(begin, worker.session, body))
-    request.state.sample = job.sample
     worker.enqueue(job)
     while job.messages.empty():
         job.is_abandoned = await request.is_disconnected()
@@ -79,16 +85,16 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
         return JSONResponse(message)
     # In the grace period a stopping server ends its streams with an error.
     return EventSourceResponse(
-        events(request, job, message), sep="\n", send_timeout=30, shutdown_grace_period=30
+        events(job, message), sep="\n", send_timeout=30, shutdown_grace_period=30
     )
 
 
-async def events(request: Request, job: Job, message: Any) -> AsyncIterator[str]:
+async def events(job: Job, message: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: the first ``message`` of a job, then all others."""
     try:
         while message is not None:
             is_error = isinstance(message, Exception)
-            yield refusal(request, message).body.decode() if is_error else json.dumps(message)
+            yield refusal(None, message).body.decode() if is_error else json.dumps(message)
             message = await job.messages.get()
         yield "[DONE]"
     finally:
@@ -118,8 +124,7 @@ def live_page(session: Session, request: Request) -> Response:
 
 
 def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
-    """Return the app, for requests to these names of the server, from its page or from no page,
-    with a line on standard error for each.
+    """Return the app, for requests to these names of the server, from its page or from no page.
 
     A page of another site may send requests here through the user's browser. The browser then names
     that site as their origin; and if that page's name resolves to this machine (DNS rebinding), the
@@ -134,18 +139,11 @@ def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
     )
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        began = time.monotonic()
-        host = request.headers.get("host", "")
-        is_own_page = request.headers.get("origin", f"//{host}").endswith(f"//{host}")
-        is_ours = ours.fullmatch(host) and is_own_page
-        try:
-            await (app if is_ours else refusal(request, refused))(scope, receive, send)
-        finally:
-            seconds = time.monotonic() - began
-            sample = getattr(request.state, "sample", None)
-            told = getattr(request.state, "told", in_words(sample) if sample else "200")
-            say(f"{request.method} {request.url.path}, {seconds:.2f} s: {one_line(told)}")
+        headers = Request(scope).headers
+        host = headers.get("host", "")
+        is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
+        shown = app if ours.fullmatch(host) and is_own_page else refusal(None, refused)
+        await shown(scope, receive, send)
 
     return guard
 
@@ -182,22 +180,19 @@ class Server(uvicorn.Server):
         """Listen, then load the model. Raises InputError where either is not possible."""
         asked = session.options.serve
         host, _, port = asked.rpartition(":")
-        address = host.strip("[]") or "127.0.0.1"
-        is_ipv6 = ":" in address
+        host = host or "127.0.0.1"
+        family = socket.AF_INET6 if "[" in host else socket.AF_INET
         with explaining(
             f"--serve {asked:.80}: give [HOST:]PORT, such as 127.0.0.1:8000, and a free one",
             (OSError, ValueError, OverflowError, TypeError),
         ):
-            family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-            self.listener = socket.create_server((address, int(port)), family=family)
-        host = f"[{address}]" if is_ipv6 else address
+            self.listener = socket.create_server((host.strip("[]"), int(port)), family=family)
         self.address = f"http://{host}:{self.listener.getsockname()[1]}/"
         self.worker = Worker(session)
         config = uvicorn.Config(
             guarded(make_app(self.worker), [host, *session.options.allow_host]),
             limit_concurrency=256,  # requests on further connections are answered with status 503
-            log_level="critical",
-            access_log=False,
+            log_config=LOG,
             server_header=False,
             headers=[
                 ("x-content-type-options", "nosniff"),

@@ -66,7 +66,6 @@ Strings = Annotated[
     Field(max_length=256),
 ]
 Regex = Annotated[str, StringConstraints(max_length=1 << 16)]
-Grammar = Annotated[str, StringConstraints(max_length=1 << 13, pattern="start:")]
 
 
 class Body(BaseModel):
@@ -128,7 +127,7 @@ class StructuredOutputs(BaseModel):
     json_schema: Json[dict[str, Any]] | dict[str, Any] | None = Field(None, alias="json")
     regex: Regex | None = None
     choice: Annotated[list[Regex], Field(min_length=1, max_length=256)] | None = None
-    grammar: Grammar | None = None
+    grammar: Annotated[str | None, StringConstraints(max_length=1 << 13, pattern="start:")] = None
 
     def options(self) -> dict[str, Any]:
         """Return the command line's option of the kind that is given. Raises InputError."""

@@ -34,7 +34,9 @@ def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text
                 assert b"the server is stopping" in stream.read()
             rest, said = process.communicate(timeout=60)
             assert (process.returncode, rest) == (130, "")
-            assert re.fullmatch(r"\[Ctrl-C ends it\]\n\[POST /v1/completions, .*\]\n", said)
+            assert re.fullmatch(
+                r'\[Ctrl-C ends it\]\n\[.* - "POST /v1/completions HTTP/1.1" 200\]\n', said
+            )
         finally:
             process.kill()
 
