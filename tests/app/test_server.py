@@ -26,6 +26,7 @@ from app.options import KINDS
 from app.server.network import MAX_BODY
 from app.server.requests import OPTIONS, ChatBody, CompletionBody, begin, complaint
 from app.server.worker import Job
+from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from tests.calls import recorded
 from tests.commands import Run
@@ -486,6 +487,17 @@ def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Serve
         assert served.worker.together.loops == [served.worker.jobs[0].writing]
         assert job.is_abandoned and other.recv(10)
     until(lambda: not served.worker.jobs)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_ends_between_two_chunks(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = recorded(monkeypatch, Decoder, "prefill", lambda *_: time.sleep(0.1))
+    prompt = [*range(40, 50)] * (CONTEXT // 20)
+    with served.begin(TEXT, {"prompt": prompt}):
+        until(lambda: chunks)
+    until(lambda: not served.worker.jobs)
+    assert len(chunks) < len(prompt) // PREFILL_CHUNK
 
 
 def test_what_fails_in_writing_is_logged_and_the_next_text_is_written(
