@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from select import select
 
-from rich.console import Console
-
 from app.command_line import say
-from app.output import in_words
+from app.output import in_words, view
 from app.session import ContextFull, Sample, Session, Slot, pieces
-from app.trace import LiveTrace
 from decoding.rounds import Round
 from model.errors import InputError
 
@@ -120,17 +117,12 @@ class Terminal:
                 raise InputError(f"unknown command {command}: /help lists the commands")
 
     def answer(self, line: str) -> None:
-        """Print the model's answer while it is written."""
-        if self.shows_trace:
-            with LiveTrace(Console(), self.session.labels) as live:
-                for round in self.chat.rounds(line):
-                    live.add(round)
-            return
-        try:
-            for piece in self.chat.stream(line):
-                print(piece, end="", flush=True)
-        finally:
-            print()
+        """Print the model's answer while it is written, or its trace."""
+        rounds = self.chat.rounds(line)
+        labels = self.session.labels if self.shows_trace else None
+        with view(self.chat.sample.source, labels, sys.stdout) as show:
+            for round in rounds:
+                show(round)
 
 
 def turns() -> Iterator[str]:

@@ -53,9 +53,9 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
             raise
         status = 0  # rich's status when the output is a closed pipe
     except OSError as error:
-        place = "standard output" if error.filename is None else error.filename
+        name = "standard output" if error.filename is None else error.filename
         # an InputError shows line breaks of a file's name as spaces
-        failure = InputError(f"{place} cannot be read or written: {error.strerror or error}")
+        failure = InputError(f"{name} cannot be read or written: {error.strerror or error}")
         complaint = f"error: {failure}"
     except (RuntimeError, MemoryError) as error:
         reason = one_line(error)

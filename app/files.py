@@ -47,14 +47,14 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the place ("FILE, line 3") and value of each line of JSON. Raises InputError."""
+    """Yield the location ("FILE, line 3") and value of each line of JSON. Raises InputError."""
     # splitlines would cut at U+2028 too
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        place = f"{path}, line {number}"
+        location = f"{path}, line {number}"
         if line.strip():
-            with explaining(f"{place} is not valid JSON", (ValueError, RecursionError)):
+            with explaining(f"{location} is not valid JSON", (ValueError, RecursionError)):
                 value = json.loads(line)
-            yield place, value
+            yield location, value
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:

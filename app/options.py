@@ -325,9 +325,8 @@ class Options:
         if self.max_new_tokens is None:
             object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if self.serve else SHORT_TEXT)
         self._check_draft()
-        given = [name for name in GRAMMARS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InputError("give one of --json-schema, --regex and --grammar")
+        if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
+            raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
         of_one_prompt = (self.prompt, self.prompt_file, self.compare, self.json)
         has_prompt = any(of_one_prompt) or self.num_samples > 1
         is_alone = sum(map(bool, (has_prompt, self.interactive, self.serve))) <= 1
@@ -357,6 +356,11 @@ class Options:
                 )
         if self.draft == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR", "draft_model")
+
+    @property
+    def grammar_option(self) -> str | None:
+        """The name of the option that gives a grammar, if any."""
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @property
     def params(self) -> SamplingParams:
@@ -426,9 +430,9 @@ def checked(option: Field, value: Any) -> Any:
     wanted = WANTED[kind]
     if kind is list:
         fits = fits and all(isinstance(each, str) for each in value)
-    if settings["choices"]:
-        fits = fits and value in settings["choices"]
-        wanted = f"one of {', '.join(map(str, settings['choices']))}"
+    if choices := settings["choices"]:
+        fits = fits and value in choices
+        wanted = f"one of {', '.join(map(str, choices))}"
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise InputError(f"{flag} must be {wanted}, found {shown}", option.name)
     least = settings["least"]

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
-from app.characters import TextStream
+from app.characters import Labels, TextStream
 from app.command_line import say
 from app.session import Sample, Session
 from app.trace import PAUSE, LiveTrace
@@ -33,6 +33,7 @@ class Output:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.options = session.options
+        self.labels = session.labels if self.options.trace else None
         self.file = sys.stderr if self.options.json else sys.stdout
         self.shown: list[Sample] = []
 
@@ -56,24 +57,11 @@ class Output:
             if self.shown:
                 print("-" * 20, file=self.file)
             try:
-                with self.view(sample.source, pause) as show:
+                with view(sample.source, self.labels, self.file, pause) as show:
                     for round in chain([first], rounds):
                         show(round)
             finally:
                 self.end(sample)
-
-    @contextmanager
-    def view(self, text: Text, pause: float) -> Iterator[Callable[[Round], None]]:
-        """Return a context with a function that shows a round: its text, or its trace."""
-        if self.options.trace:
-            with LiveTrace(Console(file=self.file), self.session.labels, pause=pause) as trace:
-                yield trace.add
-            return
-        stream = TextStream(text)
-        try:
-            yield lambda round: print(stream.pull(), end="", file=self.file, flush=True)
-        finally:
-            print(stream.pull(at_end=True), file=self.file, flush=True)
 
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
@@ -94,6 +82,24 @@ class Output:
                 print(json.dumps(text | as_json(sample), ensure_ascii=False))
 
 
+@contextmanager
+def view(
+    text: Text, labels: Labels | None, file: TextIO, pause: float = PAUSE
+) -> Iterator[Callable[[Round], None]]:
+    """Return a context with a function that shows a round: its text or, given ``labels``, its
+    trace.
+    """
+    if labels:
+        with LiveTrace(Console(file=file), labels, pause=pause) as trace:
+            yield trace.add
+        return
+    stream = TextStream(text)
+    try:
+        yield lambda round: print(stream.pull(), end="", file=file, flush=True)
+    finally:
+        print(stream.pull(at_end=True), file=file, flush=True)
+
+
 def in_words(sample: Sample) -> str:
     """Return the statistics of a sample in one line."""
     statistics = sample.statistics
@@ -103,6 +109,8 @@ def in_words(sample: Sample) -> str:
         line += (
             f": {statistics.acceptance_rate:.0%} of {statistics.drafted} drafted tokens accepted"
         )
+    elif not sample.is_plain:
+        line += ": nothing drafted"
     line += f", {statistics.tokens_per_round:.2f} tokens a round; prompt read in"
     line += f" {sample.prompt_seconds:.2f} s, first token after {sample.first_token_seconds:.2f} s"
     return f"{line}; {sample.trouble}" if sample.trouble else line

@@ -31,9 +31,22 @@ from weights.load import load_model, model_fingerprint
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def from_rank_0(value: Any) -> Any:
-    """Return rank 0's value, on every rank."""
-    return exchange(dist.broadcast_object_list, [value], 0)[0]
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks, on every rank."""
+    return exchange(dist.all_gather_object, [None] * dist.get_world_size(), value)
+
+
+def agreed(work: Callable[[], Any]) -> list[Any]:
+    """Return what ``work`` returns on each rank. An InputError of any is raised on all."""
+    try:
+        own = work()
+    except InputError as error:
+        own = error
+    results = gathered(own)
+    for rank, result in enumerate(results):
+        if isinstance(result, InputError):
+            raise InputError(f"process {rank}: {result}")
+    return results
 
 
 class SharedSession(Session):
@@ -48,8 +61,7 @@ class SharedSession(Session):
         self.config = shard.local
         super().check_memory(ids)
         self.config = whole
-        loaded = load_model(self.folder, self.dtype, self.device, shard)
-        self.model = split(loaded, shard)
+        self.model = split(load_model(self.folder, self.dtype, self.device, shard), shard)
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:
         """Return nothing: the memory of the shard was checked before it was loaded."""
@@ -60,8 +72,7 @@ class SharedSession(Session):
         KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
         """
         for round in super().rounds(sample, *given):
-            told = round.emitted, self.interrupted.is_set()
-            found = exchange(dist.all_gather_object, [None] * dist.get_world_size(), told)
+            found = gathered((round.emitted, self.interrupted.is_set()))
             if any(tokens != round.emitted for tokens, _ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")
             yield round
@@ -91,28 +102,23 @@ def run(options: Options, write: Callable[[Session], None]) -> None:
     ):
         rank, size, local_rank = (int(os.environ[name]) for name in ENVIRONMENT)
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
-    trouble = ""
-    try:
-        if rank == 0:
-            prompt = read_prompt(options)
-            options = replace(options.seeded(), prompt=prompt, prompt_file=None)
-    except InputError as error:
-        trouble = str(error)
-    options, trouble = from_rank_0((options, trouble))
-    if trouble:
-        raise InputError(trouble)
-    device = f"cuda:{local_rank}" if on_gpus else options.device
-    session, trouble = None, ""
-    try:
-        session = SharedSession(replace(options, device=device, no_compile=True), rank, size)
-        fingerprint = model_fingerprint(session.folder)
-    except InputError as error:
-        trouble, fingerprint = str(error), None
-    found = exchange(dist.all_gather_object, [None] * size, (trouble, fingerprint))
-    for number, (theirs, checkpoint) in enumerate(found):
-        if theirs or checkpoint != found[0][1]:
-            reason = theirs or "its model differs from process 0's"
-            raise InputError(f"process {number}: {reason}")
+
+    def completed() -> Options:
+        return replace(options.seeded(), prompt=read_prompt(options), prompt_file=None)
+
+    shared = agreed(lambda: completed() if rank == 0 else None)[0]
+    device = f"cuda:{local_rank}" if on_gpus else shared.device
+    sessions: list[SharedSession] = []
+
+    def load() -> str:
+        own = replace(shared, device=device, no_compile=True)
+        sessions.append(SharedSession(own, rank, size))
+        return model_fingerprint(sessions[0].folder)
+
+    checkpoints = agreed(load)
+    for other, checkpoint in enumerate(checkpoints):
+        if checkpoint != checkpoints[0]:
+            raise InputError(f"process {other}: its model differs from process 0's")
     with suppress(ValueError):
-        signal.signal(signal.SIGINT, lambda *_: session.interrupted.set())
-    write(session)
+        signal.signal(signal.SIGINT, lambda *_: sessions[0].interrupted.set())
+    write(sessions[0])

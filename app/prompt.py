@@ -95,14 +95,15 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     return encode([first, *messages[1:]])
 
 
-def read_grammar(kind: str, options: Options) -> str:
-    """Return the source of a grammar: that of ``--regex`` is given itself, a schema or a Lark
-    grammar may be a file's. A Lark grammar defines ``start:``, which no file's name does.
+def read_grammar(options: Options, name: str) -> str:
+    """Return the source of the grammar that this option gives: a regular expression itself, a
+    schema or a Lark grammar itself or in a file. A Lark grammar defines ``start:``, which no file's
+    name does.
     """
-    if kind == "json_schema":
-        return read_json_option(options, kind)
-    source = getattr(options, kind)
-    return read_text(source) if kind == "grammar" and "start:" not in source else source
+    if name == "json_schema":
+        return read_json_option(options, name)
+    source = getattr(options, name)
+    return read_text(source) if name == "grammar" and "start:" not in source else source
 
 
 def read_json_option(options: Options, name: str) -> str:

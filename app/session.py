@@ -55,7 +55,8 @@ WARM_UP = 8  # tokens that are written before anything is timed
 
 @dataclass
 class Slot:
-    """A KV cache, the ``text`` that is written on it, and the tokens whose entries it holds.
+    """KV cache for one text at a time (llama.cpp's name), the ``text`` that is written on it, and
+    the tokens whose entries it holds.
 
     The first ``read`` of them are a prompt's, in the chunks of a fresh reading. ``draft_caches``
     are those of draft models, by name.
@@ -223,15 +224,16 @@ class Session:
         options = self.options
         chosen = plan_for(options, self.folder, self.config.num_layers)
         of_draft = options.draft_model and read_config(model_folder(options.draft_model))
-        needs = {
-            "dtype": self.dtype,
-            "positions": positions,
-            "prompt": prompt,
-            "draft_config": of_draft,
-            "longest_draft": LONGEST_DRAFT if options.gamma is None else options.gamma,
-            "plan": chosen.plan if chosen and options.draft != "auto" else None,
-        }
-        return estimate(self.config, **needs, fast_on=self.device)
+        return estimate(
+            self.config,
+            dtype=self.dtype,
+            positions=positions,
+            prompt=prompt,
+            draft_config=of_draft,
+            longest_draft=LONGEST_DRAFT if options.gamma is None else options.gamma,
+            plan=chosen.plan if chosen and options.draft != "auto" else None,
+            fast_on=self.device,
+        )
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:
         """Return a line of needed and free memory. Raises InputError with it where that is too
@@ -276,7 +278,7 @@ class Session:
         ids = self.fitting(encode_prompt(self.tokenizer, prompt, options), context)
         end = self.labels.spelled(ids[-2 * len(THINK) :])
         opens_thinking = end.rstrip().endswith(THINK)
-        if opens_thinking and (options.stop or any(getattr(options, name) for name in GRAMMARS)):
+        if opens_thinking and (options.stop or options.grammar_option):
             say(
                 "the chat template opens a thinking part: grammar and stop strings begin in it,"
                 " not after it (see --chat-template-kwargs)"
@@ -308,13 +310,12 @@ class Session:
         have random numbers of their own.
         """
         options = (options or self.options).seeded()
-        kind = next((name for name in GRAMMARS if getattr(options, name) is not None), None)
         grammar = None
-        if kind:
+        if name := options.grammar_option:
             from decoding.grammar import Grammar
 
-            source = read_grammar(kind, options)
-            grammar = Grammar(GRAMMARS[kind], source, self.vocabulary, self.mask_seconds)(len(ids))
+            source = read_grammar(options, name)
+            grammar = Grammar(GRAMMARS[name], source, self.vocabulary, self.mask_seconds)(len(ids))
         budget = min(options.max_new_tokens, self.context - len(ids))
         eos_ids = self.tokenizer.eos_ids
         rules = Rules(budget, eos_ids, options.stop, options.ban, [grammar] if grammar else [])

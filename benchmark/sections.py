@@ -68,9 +68,9 @@ def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device
     kinds = [*dict.fromkeys(case.kind for case in cases)]
     rows = []
     for name, own in texts.items():
-        told = Statistics()
+        statistics = Statistics()
         for round in chain.from_iterable(text.rounds for text in own):
-            told.add(round)
+            statistics.add(round)
         lengths = [len(text.tokens) for text in own]
         equal = [one.tokens == two.tokens for one, two in zip(own, texts["plain"], strict=True)]
         speedups = [*map(truediv, seconds["plain"], seconds[name])]
@@ -81,8 +81,8 @@ def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device
             "decoder": name,
             "tokens/s": spread(map(truediv, lengths, seconds[name])),
             "speed-up": spread(speedups),
-            "accepted": told.acceptance_rate,
-            "a round": told.tokens_per_round or None,
+            "accepted": statistics.acceptance_rate,
+            "a round": statistics.tokens_per_round or None,
             "equal": f"{sum(equal)}/{len(equal)}",
             "kinds": kinds,
             "tokens": lengths,

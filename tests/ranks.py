@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.processes import from_rank_0
 from model.decoder import Decoder
 from model.families import build
 from model.parallel import Cut, Shard, exchange, split
@@ -28,6 +27,11 @@ from tests.laws import random_model
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "generate", "app.processes"])
 PATIENCE = 60  # seconds, after which a test fails that should take one or two
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    return exchange(dist.broadcast_object_list, [value], 0)[0]
 
 
 class Process:

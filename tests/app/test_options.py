@@ -94,6 +94,7 @@ def session() -> Session:
         ({"colour": "red"}, "no option is called colour"),
         ({"model": "tiny-gemma2"}, "model is an option of load"),
         ({"regex": "\ud800"}, "--regex is not UTF-8 text"),
+        ({"regex": "a{99999999}"}, "the regular expression: lexer error: too many"),
         ({"json_schema": {"enum": ["\ud800"]}}, "is not"),
         ({"json_schema": {"enum": {1}}}, "--json-schema is no JSON"),
         ({"draft": "absent.py:Drafter"}, "absent.py"),
