@@ -90,8 +90,8 @@ class Body(BaseModel):
 
 def is_neutral(name: str, value: Any, is_known: bool) -> bool:
     """Return whether a field asks for nothing."""
-    says_nothing = name in UNUSED or value in (None, "", [], {})
-    return value in NEUTRAL.get(name, ()) or (says_nothing and not is_known)
+    is_unused = not is_known and (name in UNUSED or value in ("", [], {}))
+    return is_unused or value is None or value in NEUTRAL.get(name, ())
 
 
 class TextPart(Body):
@@ -127,7 +127,7 @@ class StructuredOutputs(BaseModel):
     json_schema: Json[dict[str, Any]] | dict[str, Any] | None = Field(None, alias="json")
     regex: Regex | None = None
     choice: Annotated[list[Regex], Field(min_length=1, max_length=256)] | None = None
-    grammar: Annotated[str | None, StringConstraints(max_length=1 << 13, pattern="start:")] = None
+    grammar: Annotated[str, StringConstraints(max_length=1 << 13, pattern="start:")] | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the command line's option of the kind that is given. Raises InputError."""
@@ -181,7 +181,7 @@ class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (
     response_format: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
-    stream_options: dict[str, bool] | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
     trace: bool = False
 
     def options(self) -> dict[str, Any]:

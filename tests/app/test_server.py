@@ -136,7 +136,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, JSON),
     ({"response_format": {"type": "json_object"}}, r"\{(.|\n)*"),
     ({"structured_outputs": {"json": SCHEMA}}, JSON),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, JSON),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "grammar": None}}, JSON),
     ({"structured_outputs": {"regex": "x[0-9]{2}y"}}, "x[0-9]{2}y"),
     ({"structured_outputs": {"choice": ["a.b", "c|d", "e f"]}}, r"a\.b|c\|d|e f"),
     ({"structured_outputs": {"grammar": 'start: "x" | "y" start'}}, "y*x"),
@@ -263,6 +263,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"temperature": "0.7"}, 400, "temperature", "must be a number, found '0.7'"),
     (TEXT, {"top_p": 2.0}, 400, "top_p", "top_p must be above 0"),
     (TEXT, {"frequency_penalty": 3.0}, 400, "frequency_penalty", "penalty must be from -2 to 2"),
+    (TEXT, {"stream_options": {"usage": True}}, 400, None, "stream_options.usage"),
     (TEXT, {"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
     (TEXT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "equal to 1"),
     (TEXT, {"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
@@ -318,12 +319,13 @@ def test_fields_that_say_nothing_are_let_pass(served: Served) -> None:
     assert served.text(prompt=PROMPT, **idle) == served.text(prompt=PROMPT)
     parts = [{"type": "text", "text": "the ", "cache_control": {"type": "ephemeral"}}]
     parts += [{"type": "text", "text": "hen"}]
+    null = {"stream": None, "trace": None, "logprobs": None, "top_logprobs": 0}
     empty = {"refusal": None, "tool_calls": None, "annotations": [], "name": "fox"}
     plain, other = (
-        ChatBody(messages=messages)
-        for messages in (
-            [said("be brief", role="system"), said("the hen")],
-            [said("be brief", role="developer"), said(parts, **empty)],
+        ChatBody(messages=messages, **more)
+        for messages, more in (
+            ([said("be brief", role="system"), said("the hen")], {}),
+            ([said("be brief", role="developer"), said(parts, **empty)], null),
         )
     )
     session = served.worker.session
