@@ -11,6 +11,7 @@ from select import select
 
 from app.command_line import say
 from app.output import in_words, view
+from app.prompt import checked_text
 from app.session import ContextFull, Sample, Session, Slot, pieces
 from decoding.rounds import Round
 from model.errors import InputError
@@ -56,7 +57,7 @@ class Chat:
         """Return the rounds in which the model's answer is written, which is then ``sample``."""
         session = self.session
         given = session.merged(self.options, options)
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         if self.slot is None:
             self.slot = session.new_slot(session.capacity())
         capacity = self.slot.cache.capacity

@@ -60,8 +60,13 @@ OF_THE_COMMAND = (
     *("serve", "allow_host", "queue", "interactive"),
 )
 ACCEPTED = {float: (int, float), list: tuple}  # by an option's type, where it is another
-WANTED = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
-WANTED |= {list: "a list of strings"}
+WANTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    list: "a list of strings",
+}
 EPILOG = """kinds of draft:
 {kinds}
   FILE.py:Class  a drafter of your own
@@ -412,8 +417,9 @@ def flag_of(name: str) -> str:
 
 
 def checked(option: Field, value: Any) -> Any:
-    """Return the value of an option, as a string where Python gives a path, a dtype, a device, or
-    a tuple where it gives a list. Raises InputError for another type, or a number out of range.
+    """Return the value of an option. Raises InputError for another type, or a number out of range.
+
+    Python may give a path, a dtype or a device for a string, and a string for a list of one.
     """
     settings = option.metadata
     flag = flag_of(option.name)

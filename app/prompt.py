@@ -37,6 +37,18 @@ def read_prompt(options: Options) -> str:
     return text.removeprefix("\ufeff")
 
 
+def checked_text(prompt: Any) -> str:
+    """Return the prompt. Raises InputError for anything but a string of UTF-8 with a letter."""
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(
+            "the prompt must be a string that is not empty, or a list of token ids or messages,"
+            f" found {prompt!r:.80}"
+        )
+    with explaining("the prompt cannot be read as UTF-8 text", (UnicodeError,)):
+        prompt.encode()
+    return prompt
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> list[int]:
     """Return the token ids of a text, as a user's turn of a chat or as it is, or of a conversation,
     up to the beginning of the next answer. Token ids are returned as they are.
@@ -49,21 +61,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> lis
         return [*prompt]
     if kinds == {dict}:
         return encode_chat(tokenizer, prompt, options)
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise InputError(
-            "the prompt must be a string that is not empty, or a list of token ids or messages,"
-            f" found {prompt!r:.80}"
-        )
+    text = checked_text(prompt)
     is_chat = tokenizer.chat_template is not None if options.chat is None else options.chat
     if is_chat:
-        return encode_chat(tokenizer, [{"role": "user", "content": prompt}], options)
+        return encode_chat(tokenizer, [{"role": "user", "content": text}], options)
     if options.system is not None:
         raise InputError(
             "--system needs a chat: leave out --no-chat, or use a model with a chat template"
         )
-    with explaining("the prompt cannot be read as UTF-8 text", (UnicodeError,)):
-        prompt.encode()
-    return tokenizer.encode(prompt)
+    return tokenizer.encode(text)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> list[int]:

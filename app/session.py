@@ -276,13 +276,13 @@ class Session:
         """
         options = options or self.options
         ids = self.fitting(encode_prompt(self.tokenizer, prompt, options), context)
-        end = self.labels.spelled(ids[-2 * len(THINK) :])
-        opens_thinking = end.rstrip().endswith(THINK)
-        if opens_thinking and (options.stop or options.grammar_option):
-            say(
-                "the chat template opens a thinking part: grammar and stop strings begin in it,"
-                " not after it (see --chat-template-kwargs)"
-            )
+        if options.stop or options.grammar_option:
+            end = self.labels.spelled(ids[-2 * len(THINK) :])
+            if end.rstrip().endswith(THINK):
+                say(
+                    "the chat template opens a thinking part: grammar and stop strings begin in it,"
+                    " not after it (see --chat-template-kwargs)"
+                )
         return ids
 
     def fitting(self, ids: list[int], context: int | None = None) -> list[int]:

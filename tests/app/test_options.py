@@ -113,7 +113,7 @@ def test_every_call_of_python_refuses_it(
 
 @pytest.mark.parametrize("prompt", ["", " ", None, 3, [], ["Hello"], [True], b"Hello"], ids=repr)
 def test_what_is_no_prompt_is_refused(session: Session, prompt: Any) -> None:
-    for call in (session.write, session.stream):
+    for call in (session.write, session.stream, session.chat().say):
         assert "a string that is not empty" in refusal(call, prompt)
     if not isinstance(prompt, list):
         assert "prompts must be a list" in refusal(session.write_all, prompt)
@@ -126,7 +126,7 @@ def test_what_is_no_prompt_is_refused(session: Session, prompt: Any) -> None:
         ([-1], "some outside 0 to"),
         ([{"role": "user"}], "a message is"),
         ([{"role": "user", "content": "\ud800"}], "a message is"),
-        ("\ud800", "a message is"),
+        ("\ud800", "the prompt cannot be read as UTF-8 text"),
     ],
 )
 def test_a_prompt_that_no_model_reads_is_refused(session: Session, prompt: Any, said: str) -> None:
