@@ -25,7 +25,7 @@ def run(options: Options) -> None:
             "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
             (ModuleNotFoundError,),
         ):
-            from app.server import Server
+            from app.server.network import Server
         Server(session).serve_until_stopped()
     elif options.interactive:
         converse(session)

@@ -247,6 +247,10 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     cache = slot.draft_caches[name]
     cache.truncate(0)
     model.step_of(cache)
+    if target is not session.model:
+        from decoding.together import Together
+
+        model = Together(model, target)
     drafter = ModelDrafter(model, cache)
     return Strategy(f"draft model {folder.name}", drafter, FixedLength(GAMMA))
 

@@ -37,6 +37,9 @@ KINDS = {  # of draft, with their descriptions in --help
     "model": "a smaller model with the same tokenizer (--draft-model)",
 }
 GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
+SHORT_TEXT = 256  # tokens of a text by default
+WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context ends it
+QUEUE = 64  # most requests that wait, of a server
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 # kinds whose draft length the options may set; "class" is one of the user
 LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
@@ -55,7 +58,7 @@ OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
 # options of a command line alone: its prompt, the number of its texts, and its output
 OF_THE_COMMAND = (
     *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
-    *("serve", "interactive"),
+    *("serve", "allow_host", "queue", "interactive"),
 )
 ACCEPTED = {float: (int, float), list: tuple}  # by an option's type, where it is another
 WANTED = {
@@ -181,8 +184,14 @@ class Options:
         least=0,
         most=1,
     )
-    max_new_tokens: int = option(
-        256, "most tokens to write", type=int, group="sampling", short="-n", metavar="N", least=1
+    max_new_tokens: int | None = option(
+        None,
+        f"most tokens to write (default: {SHORT_TEXT}; with --serve, as many as the context holds)",
+        type=int,
+        group="sampling",
+        short="-n",
+        metavar="N",
+        least=1,
     )
     temperature: float = option(**TEMPERATURE, group="sampling")
     top_k: int = option(
@@ -208,6 +217,20 @@ class Options:
         type=float,
         group="sampling",
         metavar="R",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "subtract F from a token's score for each time that the text has it; 0: off",
+        type=float,
+        group="sampling",
+        metavar="F",
+    )
+    presence_penalty: float = option(
+        0.0,
+        "subtract P from the scores of tokens that the text has; 0: off",
+        type=float,
+        group="sampling",
+        metavar="P",
     )
     seed: int | None = option(
         None,
@@ -291,6 +314,21 @@ class Options:
         group="output",
         metavar="[HOST:]PORT",
     )
+    allow_host: tuple[str, ...] = option(
+        (),
+        "with --serve, answer requests to this name of the machine too",
+        type=list,
+        group="output",
+        metavar="NAME",
+    )
+    queue: int = option(
+        QUEUE,
+        "with --serve, most requests that wait",
+        type=int,
+        group="output",
+        metavar="N",
+        least=0,
+    )
     interactive: bool = option(
         False, "hold a conversation, an answer to each line", type=bool, group="output"
     )
@@ -298,6 +336,8 @@ class Options:
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(self, each.name, checked(each, getattr(self, each.name)))
+        if self.max_new_tokens is None:
+            object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if self.serve else SHORT_TEXT)
         self._check_draft()
         if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
@@ -309,6 +349,8 @@ class Options:
                 "--serve and --interactive stand alone: they take no prompt, --num-samples,"
                 " --compare or --json, and --serve no --trace"
             )
+        if not self.serve and (self.allow_host or self.queue != QUEUE):
+            raise InputError("--allow-host and --queue have no effect without --serve")
         _ = self.params  # which checks its numbers
 
     def _check_draft(self) -> None:

@@ -129,6 +129,7 @@ def as_json(sample: Sample) -> dict[str, Any]:
         "drafted": sample.statistics.drafted,
         "accepted": sample.statistics.accepted,
         "acceptance_rate": sample.statistics.acceptance_rate,
+        "acceptance_by_position": sample.statistics.acceptance_by_position,
         "tokens_per_round": sample.statistics.tokens_per_round,
         "accepted_histogram": sample.statistics.histogram,
         "repeat_with": sample.options.repeat_with,

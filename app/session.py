@@ -292,9 +292,8 @@ class Session:
         vocab_size = self.config.vocab_size
         if not (ids and 0 <= min(ids) <= max(ids) < vocab_size):
             raise InputError(
-                f"{self.folder}: the prompt has no token ids, or some outside 0 to"
-                f" {vocab_size - 1}: unless they were given, the tokenizer does not belong to this"
-                " model"
+                f"the prompt has no token ids, or some outside 0 to {vocab_size - 1}: unless they"
+                " were given, the tokenizer does not belong to this model"
             )
         context = context or self.context
         if len(ids) >= context:

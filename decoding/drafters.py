@@ -167,8 +167,8 @@ class ModelDrafter:
         context = text.tensor(self.model.device)
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
         ends_at_eos = ends_at_end_of_text(text, policy, self.model.device)
-        # only the penalty and constraints read the drafted tokens before the draft ends
-        extends = params.repetition_penalty != 1 or bool(text.constraints)
+        # only penalties and constraints read the drafted tokens before the draft ends
+        extends = params.penalises or bool(text.constraints)
         draft: list[Draft] = []  # of one token each
         while len(draft) < limit:
             step = self._draw(text, context, unread, len(draft), params, randomness)

@@ -3,6 +3,7 @@
 Knows nothing of models: a round is numbers.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +62,8 @@ class Statistics:
     accepted: int = 0
     # [n]: rounds with a draft of which n were accepted
     histogram: list[int] = field(default_factory=list)
+    # rounds that drafted a token at this position of the draft, counted from 0
+    drafts_at: Counter[int] = field(default_factory=Counter)
 
     def add(self, round: Round) -> None:
         self.rounds += 1
@@ -71,11 +74,21 @@ class Statistics:
         if round.drafted:
             self.histogram += [0] * (accepted + 1 - len(self.histogram))
             self.histogram[accepted] += 1
+        self.drafts_at.update(range(len(round.drafted)))
 
     @property
     def acceptance_rate(self) -> float | None:
         """Accepted share of the drafted tokens; None when nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted share of the tokens drafted at each position of a draft: a token counts as
+        rejected where one before it is.
+        """
+        return [
+            sum(self.histogram[at + 1 :]) / self.drafts_at[at] for at in range(len(self.drafts_at))
+        ]
 
     @property
     def tokens_per_round(self) -> float:

@@ -21,10 +21,11 @@ DISTANCES = *range(4, 16, 2), math.inf
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters, with the meaning and order that they have in transformers.
+    """Sampling parameters, with the meaning and order that they have in transformers, and OpenAI's
+    two penalties.
 
-    Temperature 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 are
-    off. Raises InputError.
+    Temperature 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and the
+    other penalties 0 are off. Raises InputError.
     """
 
     temperature: float = 0.0
@@ -32,6 +33,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         # Each condition is written so that NaN fails it.
@@ -41,11 +44,18 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
         ):
             if not is_valid:
                 raise InputError(
                     f"{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}", name
                 )
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any penalty is on: a distribution then depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
 
 
 def distribution(
@@ -54,15 +64,15 @@ def distribution(
     """Return the probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32.
 
     ``context`` ``[n]`` holds the tokens up to the last row. Row t follows ``context[: n - rows + 1
-    + t]``, so the repetition penalty of a drafted position sees the prefix of that position only.
+    + t]``, so the penalties of a drafted position see the prefix of that position only.
     ``allowed`` is a bool mask ``[rows, vocab]``, applied before temperature and filters. A row
     without an allowed token of finite score, or with a NaN or +infinity, is all zeros. At
     temperature 0 a row is exactly one-hot at the first of the largest logits.
     """
     scores = logits
     wide = torch.promote_types(logits.dtype, torch.float32)
-    if params.repetition_penalty != 1:
-        scores = penalised(logits.to(wide), context, params.repetition_penalty)
+    if params.penalises:
+        scores = penalised(logits.to(wide), context, params)
     if allowed is not None:
         # The smaller of the score and -inf or inf: vectorised, unlike masked_fill. A NaN stays.
         ceiling = allowed.view(torch.uint8).to(scores.dtype).sub_(0.5).mul_(math.inf)
@@ -82,18 +92,23 @@ def distribution(
     return launch(probabilities, scores, *filters)
 
 
-def penalised(scores: Tensor, context: Tensor, penalty: float) -> Tensor:
-    """Return the scores ``[rows, vocab]`` after the repetition penalty of the tokens that occur in
-    each row's prefix of the context.
+def penalised(scores: Tensor, context: Tensor, params: SamplingParams) -> Tensor:
+    """Return the scores ``[rows, vocab]`` after the penalties of the tokens in each row's prefix of
+    the context, prompt included.
+
+    The repetition penalty divides a positive score of such a token and multiplies a negative one.
+    Then the frequency penalty is subtracted once per occurrence, the presence penalty once.
     """
     rows = torch.arange(len(scores), device=context.device)
     places = torch.arange(len(context), device=context.device)
-    # instead of a token that comes later, the first one
-    later = places > rows[:, None] + len(context) - len(scores)
-    seen = torch.where(later, context[:1], context)
-    values = scores.gather(-1, seen)
-    values = torch.where(values < 0, values * penalty, values / penalty)
-    return scores.scatter(-1, seen, values)
+    is_earlier = places <= rows[:, None] + len(context) - len(scores)
+    counts = torch.zeros_like(scores)
+    counts.scatter_add_(-1, context.expand(len(scores), -1), is_earlier.to(scores.dtype))
+    once = counts.clamp(max=1)
+    factor = params.repetition_penalty
+    repeated = torch.where(scores < 0, scores * factor, scores / factor)
+    scores = torch.where(once > 0, repeated, scores)
+    return scores - params.frequency_penalty * counts - params.presence_penalty * once
 
 
 def probabilities(

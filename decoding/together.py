@@ -30,8 +30,9 @@ FEW = 2  # texts that share steps and still draft: low bits gain 1.41 at two, 1.
 
 
 class Call(NamedTuple):
-    """Call of the model with its arguments; ``is_prompt``: a chunk of a prompt, without logits."""
+    """Call of a model with its arguments; ``is_prompt``: a chunk of a prompt, without logits."""
 
+    model: Decoder
     tokens: Tensor
     cache: Any
     start: int
@@ -42,27 +43,29 @@ class Call(NamedTuple):
 class Together:
     """Model in several loops (``decoding.model_port``), whose calls are computed in shared steps.
 
-    ``loops`` are those that have not ended; ``calls`` has the waiting call of each.
+    ``loops`` are those that have not ended; ``calls`` has the waiting call of each. They are shared
+    with the ``target``, where the model is one that drafts for it.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, target: Together | None = None) -> None:
         self.model = model
         self.vocab_size = model.vocab_size
         self.max_positions = model.max_positions
         self.device = model.device
-        self.loops: list[greenlet] = []
-        self.calls: dict[greenlet, Call] = {}
+        self.loops: list[greenlet] = target.loops if target else []
+        self.calls: dict[greenlet, Call] = target.calls if target else {}
 
     def __call__(
         self, tokens: Tensor, cache: Any, start: int = 0, plan: LayerPlan | None = None
     ) -> Tensor:
-        return getcurrent().parent.switch(Call(tokens, cache, start, plan))
+        return getcurrent().parent.switch(Call(self.model, tokens, cache, start, plan))
 
     def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None:
         """Read the tokens in chunks, between which the other texts take steps."""
         while tokens.shape[1]:
             count = chunk_at(start)
-            getcurrent().parent.switch(Call(tokens[:, :count], cache, start, is_prompt=True))
+            chunk = Call(self.model, tokens[:, :count], cache, start, is_prompt=True)
+            getcurrent().parent.switch(chunk)
             tokens = tokens[:, count:]
             start += count
 
@@ -81,7 +84,7 @@ class Together:
     def stop(self, loop: greenlet) -> None:
         """End a loop where it is."""
         self.calls.pop(loop, None)
-        self.loops = [each for each in self.loops if each is not loop]
+        self.loops[:] = [each for each in self.loops if each is not loop]
         loop.throw(GreenletExit)
 
     @torch.inference_mode()
@@ -96,9 +99,10 @@ class Together:
         if prompts:
             self._compute(prompts[:1])
         if others:
-            plans = [self.calls[loop].plan for loop in others]
-            plan = next((plan for plan in plans if plan is not None), None)
-            self._compute([loop for loop in others if self.calls[loop].plan == plan])
+            ways = {loop: (self.calls[loop].model, self.calls[loop].plan) for loop in others}
+            target = self.model, None
+            way = next((way for way in ways.values() if way != target), target)
+            self._compute([loop for loop in others if ways[loop] == way])
         return bool(self.calls)
 
     def _compute(self, loops: Sequence[greenlet]) -> None:
@@ -108,12 +112,12 @@ class Together:
             self._go_on(loop, result)
 
     def _results(self, calls: Sequence[Call]) -> list[Tensor | Exception | None]:
-        """Return the logits, or the error, of each call of one plan; None for a prompt's."""
+        """Return the logits, or the error, of calls of one model and plan; None for a prompt's."""
         first = calls[0]
         try:
             if first.is_prompt:
-                return [self.model.prefill(first.tokens, first.cache, first.start)]
-            return self.model.together([call[:3] for call in calls], first.plan)
+                return [first.model.prefill(first.tokens, first.cache, first.start)]
+            return first.model.together([call[1:4] for call in calls], first.plan)
         except Exception as error:  # computed one by one, only the failing call has an error
             return [error] if len(calls) == 1 else [self._results([call])[0] for call in calls]
 

@@ -18,11 +18,12 @@ from app.session import Session
 from tests.folders import LLAMA, write_folder
 
 if TYPE_CHECKING:
-    from app.server import Server, Worker
+    from app.server.network import Server
+    from app.server.worker import Worker
 
 CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor"
-    " %}assistant:"
+    " %}assistant:{{ ' (' + tone + ')' if tone }}"
 )
 CONTEXT = 1 << 12
 
@@ -82,7 +83,7 @@ class Served:
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
-    from app.server import Server
+    from app.server.network import Server
 
     server = Server(Session(parse(["--serve", "0", *arguments])))
     thread = threading.Thread(target=server.serve_until_stopped)

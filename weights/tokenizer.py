@@ -17,6 +17,7 @@ from typing import Any
 import sentencepiece
 import tokenizers
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -143,16 +144,18 @@ class Tokenizer:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Return the token ids of a conversation, up to the beginning of the assistant's answer, or
-        up to the end of an ``answer`` that has begun. The template also has these ``variables``.
+        up to the end of an ``answer`` that has begun. The template also has these ``variables``,
+        JSON values.
 
         Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of
-        control tokens are control tokens in the template, and text in a content. Raises InputError
-        without a template, or if it refuses.
+        control tokens are control tokens in the template, and text in a content or a variable.
+        Raises InputError without a template, if it refuses, or if it does not read a variable.
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
         hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
-        rendered = self._render(hidden, variables) + self._hide_names(answer)
+        given = json.loads(self._hide_names(json.dumps(dict(variables), ensure_ascii=False)))
+        rendered = self._render(hidden, given) + self._hide_names(answer)
         # The names that the template has, and the texts between them. A hidden name does not match:
         # it is in pieces, or one character before a placeholder.
         parts = re.split(f"({self.any_name.pattern})(?!{self.placeholder})", rendered)
@@ -181,6 +184,10 @@ class Tokenizer:
         template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # both are a scope
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
+            for name in variables.keys() - find_undeclared_variables(environment.parse(template)):
+                raise InputError(
+                    f"the chat template has no variable {name!r:.80}", "chat_template_kwargs"
+                )
             return as_text(
                 environment.from_string(template).render(
                     messages=messages,

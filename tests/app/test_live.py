@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 
-from app import server
+from app.characters import Labels
+from app.server import worker
 from tests.browser import find, look
 from tests.calls import recorded
 from tests.serving import CONTEXT, Served, chat_folder, serving, until
@@ -62,7 +63,7 @@ def test_stop_ends_the_text_here_and_there(
     opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # each round takes a while: else a fast machine has written the whole text before the click
-    recorded(monkeypatch, server, "shown_round", lambda *_: time.sleep(0.02))
+    recorded(monkeypatch, worker, "shown_round", lambda *_: time.sleep(0.02))
     ask(opened, budget=str(CONTEXT), draft="lookup", seed="3")
     until(lambda: opened.find_elements("css selector", ".chip.own[data-id]"))
     find(opened, "#stop").click()
@@ -73,10 +74,10 @@ def test_stop_ends_the_text_here_and_there(
 
 
 def test_tokens_like_markup_are_text_and_fit_a_phone(
-    opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
+    opened: WebDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hostile = "<img src=x onerror=\"window.ran='token'\"></script><script>window.ran=1</script>"
-    monkeypatch.setattr(served.worker.session, "labels", lambda token: hostile)
+    monkeypatch.setattr(Labels, "__call__", lambda self, token: hostile)
     look(opened, 360, "dark")
     ask(opened, budget="4", beside=True)
     until(find(opened, "#write").is_enabled)

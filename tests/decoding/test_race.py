@@ -64,7 +64,7 @@ REQUESTS = {
     "eos": Request(max_new_tokens=4, eos_ids=frozenset({1})),
     "stop": Request(max_new_tokens=4, stop_strings=("ba",)),
     "temperature": Request(params=SamplingParams(0.6, top_p=0.9), max_new_tokens=4),
-    "penalty": Request(params=SamplingParams(1.0, repetition_penalty=1.5), max_new_tokens=4),
+    "penalty": Request(params=SamplingParams(1.0, 0, 1, 0, 1.5, 0.7, 0.4), max_new_tokens=4),
     "constraint": Request(max_new_tokens=4, constraints=(no_three_alike,)),
     "banned": Request(max_new_tokens=3, banned=("ab",)),
     "banned, two words": Request(max_new_tokens=2, banned=("bb", "aaa")),

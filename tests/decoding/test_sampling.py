@@ -35,15 +35,25 @@ params = st.builds(
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999999, 1.0]),
     min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -0.7]),
+    presence_penalty=st.sampled_from([0.0, 1.1, -0.9]),
 )
 
 
 def transformers_distribution(
     row: list[float], context: list[int], params: SamplingParams
 ) -> Tensor:
-    """Probabilities by transformers' processors, in the order of its ``generate``, in float64."""
+    """Probabilities by transformers' processors, in the order of its ``generate``, in float64; and
+    OpenAI's penalties, which it has not.
+    """
+
+    def subtract_penalties(ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.bincount(ids[0], minlength=VOCAB).double()
+        return scores - params.frequency_penalty * counts - params.presence_penalty * counts.sign()
+
     processors = [
         RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+        subtract_penalties,
         TemperatureLogitsWarper(params.temperature),
         *([TopKLogitsWarper(params.top_k)] if params.top_k else []),
         *([TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []),
@@ -179,6 +189,8 @@ def test_several_constraints_allow_what_all_of_them_allow() -> None:
         {"top_p": math.nan},
         {"min_p": math.nan},
         {"repetition_penalty": math.nan},
+        {"frequency_penalty": 2.5},
+        {"presence_penalty": math.nan},
     ],
     ids=str,
 )

@@ -200,3 +200,4 @@ def test_statistics_count_output_only() -> None:
     assert (statistics.drafted, statistics.accepted) == (8, 2 + 2 + 1)
     assert (statistics.acceptance_rate, statistics.tokens_per_round) == (5 / 8, 6 / 4)
     assert statistics.histogram == [0, 1, 2]
+    assert statistics.acceptance_by_position == [3 / 3, 2 / 3, 0 / 2]

@@ -87,6 +87,8 @@ class Job:
         text = Text(self.prompt, self.rules, model, LETTERS.__getitem__)
         target.prefill(torch.tensor([self.prompt[:-1]], dtype=torch.int64), cache)
         drafter = REAL_DRAFTERS[self.kind](target, cache)
+        if self.kind == "model" and isinstance(target, Together):
+            drafter.model = Together(drafter.model, target)
         policy = drafter if isinstance(drafter, Policy) else REAL_POLICIES[self.policy]()
         if for_few:
             drafter = ForFew(drafter, target)
@@ -239,6 +241,17 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.M
     together(model, [short, long])
     first = seen.index("chunk", 1)
     assert seen[first : first + 9] == ["chunk", "step"] * 4 + ["chunk"]
+
+
+def test_a_draft_model_reads_a_long_prompt_between_the_steps_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = MODELS["llama"]
+    seen = recorded(monkeypatch, Decoder, "prefill", lambda model, *_: model.num_layers)
+    recorded(monkeypatch, type(model), "together", lambda *_: seen.append("step"))
+    together(model, [Job([1, 2], Rules(20)), Job([1, 2, 3] * 6, Rules(2), "model", begins=3)])
+    first = seen.index(1)  # by the number of its layers
+    assert seen[first : first + 9] == [1, "step"] * 4 + [1]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -37,6 +37,7 @@ KEYS = [
     "drafted",
     "accepted",
     "acceptance_rate",
+    "acceptance_by_position",
     "tokens_per_round",
     "accepted_histogram",
     "repeat_with",

@@ -16,7 +16,7 @@ OPTIONAL = {
     "auto": ["decoding/auto.py"],
     "parallel": ["model/parallel.py", "app/processes.py"],
     "fast": ["model/fast"],
-    "server": ["app/server.py", "app/live.html"],
+    "server": ["app/server"],
     "proof": ["decoding/proof"],
 }
 KEPT = ("app", "decoding", "model", "weights", "tests", "generate.py", "pyproject.toml")

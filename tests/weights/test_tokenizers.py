@@ -399,6 +399,16 @@ def test_a_template_that_fails_is_one_line(settings_of_copy, tmp_path, template,
     assert message in refusal(Tokenizer(tmp_path).encode_chat, [USER])
 
 
+def test_a_variable_of_the_template_is_text(settings_of_copy, tmp_path):
+    """Also the name of a control token in it, at any depth."""
+    template = "{{ tone[0].kind }}{{ messages[0].content }}"
+    write(tmp_path, **settings_of_copy | {"chat_template": template})
+    tokenizer = Tokenizer(tmp_path)
+    name, *_ = tokenizer.special
+    ids = tokenizer.encode_chat([USER], variables={"tone": [{"kind": name}]})
+    assert tokenizer.special[name] not in ids and tokenizer.decode(ids).startswith(name)
+
+
 def test_marks_of_answers_for_training_change_nothing(settings_of_copy, tmp_path):
     """Neither the text between them nor the blanks around them; a name set within ends there."""
     marked = (

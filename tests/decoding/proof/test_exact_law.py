@@ -53,7 +53,8 @@ AXES: dict[str, dict[str, object]] = {
         "top-p .7": SamplingParams(0.8, top_p=0.7),
         "min-p .3": SamplingParams(1.3, min_p=0.3),
         "penalty 1.5": SamplingParams(1.0, repetition_penalty=1.5),
-        "everything": SamplingParams(0.9, 2, 0.9, 0.1, 0.8),
+        "subtracted": SamplingParams(1.0, frequency_penalty=0.8, presence_penalty=-0.5),
+        "everything": SamplingParams(0.9, 2, 0.9, 0.1, 0.8, 0.6, 0.4),
     },
     "policy": {
         "fixed 2": lambda: FixedLength(2),

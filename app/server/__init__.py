@@ -1,0 +1,4 @@
+"""Server: OpenAI's endpoints for texts and chats, and a live page, over one session.
+
+``requests`` has what may be asked for, ``worker`` writes the texts, ``network`` is the server.
+"""
