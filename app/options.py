@@ -150,9 +150,9 @@ class Options:
         choices=LOW_BITS,
     )
     window: int | None = option(
-        int,
         None,
         "newest tokens that lowbit, exit and skip see, with the first few (default: all)",
+        type=int,
         group="drafting",
         metavar="N",
         least=1,
