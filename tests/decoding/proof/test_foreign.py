@@ -28,7 +28,7 @@ from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
-from tests.decoding.proof.foreign import bigrams
+from tests.decoding.proof.foreign import bigrams, block_verification
 from tests.decoding.proof.foreign.of_transformers import ASSISTED, SETS, write
 from tests.laws import speculative
 from tests.mutants import table
@@ -205,6 +205,28 @@ def test_the_loop_with_its_own_random_numbers_has_plain_samplings_law(name: str)
     law = law_of(lambda: run_loop(model, request, Setup(), SeededRandomness(0)))
     assert total_variation(law.probs, plain_law(model, request)) < 1e-9
     assert law.paths > 30
+
+
+# Block verification as a reader of its paper writes it
+
+WAYS = [  # with this number of drafted tokens: is it lossless?
+    ("right", 2, True),
+    ("first_failure", 2, False),
+    ("ratio_residual", 2, False),
+    ("ratio_residual", 1, True),  # after one token both residuals are the same
+    ("bonus_residual", 1, False),
+    ("raw_q", 1, False),
+]
+
+
+@pytest.mark.parametrize(("way", "gamma", "is_lossless"), WAYS)
+def test_block_verification_from_the_paper_is_found_lossless_but_with_a_mistake(
+    way: str, gamma: int, is_lossless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_verification, "GAMMA", gamma)
+    monkeypatch.setattr(bigrams, "TOKENS", 2)
+    found = Comparison(law_of(bigrams.plain), law_of(getattr(block_verification, way)))
+    assert found.is_within(1e-9) == is_lossless
 
 
 # transformers, unchanged
