@@ -15,8 +15,6 @@ import torch
 
 import generate
 from app import device
-from app.characters import TextStream
-from tests.calls import interrupted
 from tests.commands import Run
 from tests.folders import LLAMA, write_folder
 from weights.load import model_fingerprint
@@ -126,27 +124,6 @@ def test_a_budget_beyond_the_context_is_cut_with_a_line(run: Run, model: str) ->
     assert "context" not in run("a", "--model", model, "--max-new-tokens", "9").err
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"vocab_size": LLAMA["vocab_size"] + 8}, "must share the target's tokenizer"),
-        ({"max_position_embeddings": 8}, "has a context of 8 tokens"),
-    ],
-)
-def test_a_draft_model_that_does_not_suit_the_target_is_refused(
-    change: dict[str, int], said: str, run: Run, model: str, tmp_path: Path
-) -> None:
-    other = write_folder(tmp_path / "other", {**LLAMA, **change})
-    outcome = run("abcdef", "--model", model, "--draft", "model", "--draft-model", other)
-    assert said in outcome.complaint
-
-
-def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20})
-    said = run("zebra", "--model", folder).complaint
-    assert "the tokenizer does not belong to this model" in said
-
-
 def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, model: str) -> None:
     outcome = run(
         *["the hen", "--model", model, "--draft", "exit", "--temperature", "1", "--seed", "4"],
@@ -198,19 +175,6 @@ def test_a_stop_string_cuts_the_text_an_end_token_ends_it_and_a_banned_word_is_n
     assert (ended["finish_reason"], ended["tokens"]) == ("eos", whole["tokens"][:3])
 
 
-def test_ctrl_c_prints_what_was_written_and_exits_130(
-    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(monkeypatch, TextStream, "pull", 4)
-    outcome = run("the", "--model", model, "--draft", "none", "--num-samples", "2", "--json")
-    assert outcome.status == 130
-    assert [result["finish_reason"] for result in outcome.objects] == ["interrupted"] * 2
-    assert len(outcome.objects[0]["tokens"]) == 4, (
-        "those of the round whose text was not shown yet included"
-    )
-    assert outcome.err.count("tokens/s") == 2 and outcome.err.count("-" * 20) == 1
-
-
 def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,40 +204,12 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     assert "does not fit" in run("--model", model, "--dry-run").complaint
 
 
-@pytest.mark.parametrize(
-    ("plan", "drafts"),
-    [
-        (
-            {"attn": [1]},
-            "all layers in 4 bits; skipping 1 attention and 0 MLP sublayers; prompt",
-        ),
-        ({"bits": 8}, "all layers in 4 bits; all layers in 8 bits; prompt lookup"),
-        ({"bits": 4, "head_bits": 8}, ": all layers in 4 bits; prompt lookup"),
-    ],
-)
-def test_auto_drafts_in_four_bits_and_with_a_plan_that_is_another(
-    plan: dict, drafts: str, run: Run, planned: Path
-) -> None:
-    (planned / "plan.json").write_text(json.dumps({"attn": [], "kept_share": 0.9} | plan))
-    outcome = run("the", "--model", planned, "--max-new-tokens", "4", "--dtype", "bfloat16")
-    assert drafts in outcome.err.splitlines()[-1]
-
-
 def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, planned: Path) -> None:
     (planned / "plan.json").write_text('{"attn": [1, 2], "mlp": [2], "gamma": 0}')
     options = ["the", "--model", planned, "--max-new-tokens", "6"]
     assert "plain: by the plan, no draft pays" in run(*options, "--draft", "skip").err
     assert "prompt lookup" in run(*options, "--draft", "auto").err
     assert "skipping 2 attention" in run(*options, "--draft", "skip", "--gamma", "2").err
-
-
-def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    command = ["a", "--model", model, "--draft", "skip", "--plan", plan, "--max-new-tokens", "2"]
-    plan.write_text(json.dumps({"attn": [1], "model": model_fingerprint(Path(model))}))
-    assert run(*command).status == 0
-    plan.write_text('{"attn": [1], "model": "0123456789abcdef"}')
-    assert f"{plan} was made for another model than {model}" in run(*command).complaint
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"], ids=["plain", "byte order mark"])
@@ -284,24 +220,19 @@ def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_pa
     assert run("--prompt-file", file, *common).out == run("the hen", *common).out
 
 
-# As a process
-
-
-def started(model: object, *options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, ROOT / "generate.py", "the hen", "--model", model, *options]
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a long context."""
-    config = {**LLAMA, "max_position_embeddings": 1 << 16}
-    return write_folder(tmp_path_factory.mktemp("models") / "endless", config)
-
-
-def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(endless: Path) -> None:
-    options = ["--draft", "lookup", "--max-new-tokens", 1 << 16, "--num-samples", 3]
-    with started(endless, *options) as process:
+def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(chat_model: Path) -> None:
+    options = [
+        "--no-chat",
+        "--draft",
+        "lookup",
+        "--max-new-tokens",
+        "4000",
+        "--num-samples",
+        "3",
+        "--model",
+    ]
+    command = [sys.executable, str(ROOT / "generate.py"), "the hen", *options, str(chat_model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         first = process.stdout.read(40)  # all texts have begun, and are far from their ends
         process.send_signal(signal.SIGINT)
         rest, said = process.communicate()
@@ -309,11 +240,26 @@ def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(endless: Path
     assert said.count(b" tokens in ") == 3 and b"Traceback" not in said
 
 
-def test_a_reader_that_goes_away_ends_the_process_quietly(endless: Path) -> None:
-    """As in ``generate.py ... --trace | head -c 1``, whose console ends the process itself."""
-    options = ["--max-new-tokens", 1 << 16, "--draft", "none", "--trace"]
-    with started(endless, *options) as process:
-        assert process.stdout.read(1)
-        process.stdout.close()
-        said = process.stderr.read()
-    assert b"Traceback" not in said and b"BrokenPipe" not in said and process.returncode == 0
+DRAFT = "--model {model} --draft model --draft-model {other}"
+
+
+@pytest.mark.parametrize(
+    ("change", "command", "said"),
+    [
+        ({"vocab_size": 270}, DRAFT, "must share the target's tokenizer"),
+        ({"max_position_embeddings": 8}, DRAFT, "has a context of 8 tokens"),
+        ({"vocab_size": 20}, "--model {other}", "the tokenizer does not belong to this model"),
+        (
+            {"hidden_size": 16},
+            "--model {other} --draft skip --plan {other}/of_model",
+            "was made for another model than",
+        ),
+    ],
+)
+def test_another_models_draft_tokenizer_or_plan_is_refused(
+    change: dict[str, int], command: str, said: str, run: Run, model: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, {**LLAMA, **change})
+    plan = {"attn": [1], "model": model_fingerprint(Path(model))}
+    (tmp_path / "of_model").write_text(json.dumps(plan))
+    assert said in run("abcdef", *command.format(model=model, other=tmp_path).split()).complaint
