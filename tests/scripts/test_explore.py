@@ -19,7 +19,7 @@ from decoding.randomness import Place, Randomness
 from decoding.rounds import expected_speedup
 from decoding.verify import Rule
 from tests.browser import find, look
-from tests.decoding.proof.foreign import block_verification
+from tests.decoding.proof.foreign import bigrams, block_verification
 from tests.laws import speculative
 
 PAGE = Path(__file__).parents[2] / "docs/explore.html"
@@ -98,17 +98,19 @@ def test_a_coarse_number_accepts_what_is_impossible(page: WebDriver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(1, "first failure"), (2, "ratio residual"), (3, "bonus residual")]
+    ("number", "name", "length"),
+    [(1, "first failure", 2), (2, "ratio residual", 2), (3, "bonus residual", 3)],
 )
 def test_a_mistake_in_block_verification_changes_texts_as_the_judge_says(
-    page: WebDriver, number: int, name: str, monkeypatch: pytest.MonkeyPatch
+    page: WebDriver, number: int, name: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, q = [0.3, 0.5, 0.2, 0.0, 0.0], [0.6, 0.4, 0.0, 0.0, 0.0]
     for table, row in (("TARGET", p), ("DRAFT", q)):
         rows = torch.tensor([row] * 5, dtype=torch.float64)
         monkeypatch.setattr(block_verification, table, rows)
+    monkeypatch.setattr(bigrams, "TOKENS", length)
     judged = law_of(lambda: block_verification.write(name)).probs
-    found, distance = text_law(page, p, q, "block", number)
+    found, distance = text_law(page, p, q, "block", number, length)
     assert distance > 0.001
     known = {"".join("abcde"[token] for token in text): weight for text, weight in judged.items()}
     assert {text: weight for text, weight in found.items() if weight} == pytest.approx(known)
