@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from app.characters import TextStream
 from decoding.rounds import Round, Statistics
-from decoding.text import Patterns, Rules, Text
+from decoding.text import Rules, Text
 from tests.laws import text_of
 
 PIECES = [
@@ -28,38 +28,6 @@ words = st.lists(st.sampled_from(["a", "ab", "aba", "bb", "é", "bé", "🦊"]),
 
 def piece(token: int) -> bytes:
     return PIECES[token]
-
-
-@given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=10), words=words)
-@settings(derandomize=True, max_examples=200)
-def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(
-    tokens: list[int], words: list[str]
-) -> None:
-    data = bytearray(b"".join(map(piece, tokens)))
-    new = len(piece(tokens[-1]))
-    ends = range(len(data) - new + 1, len(data) + 1)
-    # where the longest word of the first end begins
-    found = [(end, end - len(w)) for end in ends for w in encoded(words) if data[:end].endswith(w)]
-    assert Patterns(words).completed(data, new) == min(found, default=(None, None))[1]
-
-
-def encoded(words: list[str]) -> list[bytes]:
-    return [word.encode() for word in words]
-
-
-@given(tokens=tokens, words=words)
-@settings(derandomize=True, max_examples=200)
-def test_the_longest_suffix_that_begins_a_pattern_is_pending(
-    tokens: list[int], words: list[str]
-) -> None:
-    data = bytearray(b"".join(map(piece, tokens)))
-    starts = [
-        begin
-        for begin in range(len(data))
-        for word in encoded(words)
-        if word.startswith(data[begin:]) and len(word) > len(data) - begin
-    ]
-    assert Patterns(words).pending(data, len(data)) == min(starts, default=len(data))
 
 
 def text_after(prompt: list[int], rules: Rules) -> Text:

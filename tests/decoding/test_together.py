@@ -8,14 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from decoding.policies import Policy
-from decoding.proof.enumeration import output_law, total_variation
-from decoding.proof.judge import Setup, run_loop
-from decoding.proof.plain_law import Request, plain_law
-from decoding.proof.table_model import TableModel
-from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
@@ -27,7 +21,6 @@ from model.decoder import Decoder
 from model.errors import InputError
 from model.families import build
 from model.fast import accelerate
-from model.plan import LayerPlan
 from tests.calls import recorded
 from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
@@ -175,46 +168,6 @@ def test_many_texts_draft_nothing_except_where_that_would_change_them(rule: str)
     assert (drafted[0] == 0) == (rule == "race") and max(drafted) > 0
     if rule != "race":
         assert wanted[0].rounds == found[0].rounds
-
-
-class SharedTable(TableModel):
-    """A table whose calls share steps."""
-
-    def __init__(self, *tables: Tensor) -> None:
-        super().__init__(*tables)
-        self.widths: list[int] = []
-
-    def together(self, calls: Sequence[Any], plan: LayerPlan | None = None) -> list[Tensor]:
-        self.widths.append(len(calls))
-        return super().together(calls, plan)
-
-
-def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings() -> None:
-    """Enumerated: every outcome of every draw of both, in shared steps."""
-    generator = torch.Generator().manual_seed(3)
-    target, draft = torch.rand(2, 4, 2, dtype=torch.float64, generator=generator) + 0.1
-    model = SharedTable(target / target.sum(-1, keepdim=True), draft / draft.sum(-1, keepdim=True))
-    setup = Setup(policy=REAL_POLICIES["fixed"])
-    requests = [Request(prompt=(0, 1)), Request(prompt=(1,), banned=("bb",))]
-
-    def write(randomness: Randomness) -> tuple[object, ...]:
-        shared = Together(model)
-        shared.new_cache = model.new_cache
-        texts: dict[int, object] = {}
-
-        def loop(number: int) -> None:
-            texts[number] = run_loop(shared, requests[number], setup, randomness)
-
-        for number in range(2):
-            shared.start(lambda number=number: loop(number))
-        while shared.step():
-            pass
-        return texts[0], texts[1]
-
-    first, second = (plain_law(model, request) for request in requests)
-    product = {(one, two): p * q for one, p in first.items() for two, q in second.items()}
-    assert total_variation(output_law(write), product) < 1e-9
-    assert 2 in model.widths
 
 
 def test_drafts_and_verifications_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,13 +53,3 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = run("--serve", "0", "--model", chat_model).complaint
     assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said
-
-
-def test_a_drafter_that_cannot_be_had_is_refused_at_once(
-    chat_model: Path, run: Run, tmp_path: Path
-) -> None:
-    options = ["--serve", "0", "--model", chat_model, "--draft"]
-    assert "exit layer 9 is not in 1..4" in run(*options, "exit", "--exit-layer", "9").complaint
-    file = tmp_path / "own.py"
-    file.write_text("class Lazy:\n    def __init__(self, model, cache): pass\n")
-    assert "the drafter Lazy breaks its contract" in run(*options, f"{file}:Lazy").complaint
