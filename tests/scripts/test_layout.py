@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "model": set(),
     "model.fast": {"model"},
     "decoding": {"model"},
-    "decoding.proof": {"model", "decoding", *COMMON},
+    "decoding.proof": {"model", "decoding"},
     "weights": {"model", "model.fast", *COMMON},
     "app": {"model", "model.fast", "weights", "decoding"},
     "training": {"model", "model.fast", "weights", "decoding", "app"},

@@ -298,13 +298,14 @@ def broken():
     ("files", "status", "told"),
     [
         ("users.py:plain users.py:wrong", 1, "total variation 0.15 (3 and 6 paths, enumerated)"),
-        ("users.py:plain users.py:wrong", 1, "0.300000 │ 0.450000"),
+        ("users.py:plain users.py:wrong", 1, "0.300000 0.450000"),
         ("users.py:plain users.py:plain", 0, "total variation 0 (3 and 3 paths, enumerated)"),
         ("users.py:long users.py:long --paths 20", 2, "so give more --paths, or shorten the texts"),
         ("users.py:plain users.py:noisy", 2, "randn cannot be enumerated"),
         ("users.py:plain users.py:broken", 2, "division by zero"),
         ("users.py:plain users.py:missing", 2, "has no function missing"),
         ("nothing.py:a b", 2, "error: "),
+        ("users.py:plain users.py:plain --paths 0", 2, "--paths at least 1"),
     ],
 )
 def test_the_command_prints_the_distance_and_what_differs(
