@@ -274,44 +274,6 @@ def test_an_end_of_text_token_with_bytes_neither_ends_a_whole_text_nor_a_part() 
         assert made(0)(text).nonzero()[:, 0].tolist() == allowed
 
 
-def failing_matcher(inner: Any) -> Mock:
-    """A matcher that fails after two a's, as where a limit is reached."""
-    matcher, consumed = Mock(wraps=inner), []
-
-    def roll_back(count: int) -> object:
-        del consumed[len(consumed) - count :]
-        return DEFAULT
-
-    def mask() -> object:
-        matcher.is_error.return_value |= consumed == [0, 0]
-        return DEFAULT
-
-    matcher.consume_tokens.side_effect = lambda tokens: consumed.extend(tokens) or DEFAULT
-    matcher.rollback.side_effect = roll_back
-    matcher.compute_bitmask.side_effect = mask
-    matcher.is_error.return_value = False
-    matcher.get_error.return_value = "too many states\n<state>"
-    return matcher
-
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Grammar:
-    """A grammar of a's and b's whose matchers fail after two a's."""
-    made = Grammar("regex", "[ab]{3}", VOCABULARY)
-    copied = made.pristine.deep_copy
-    monkeypatch.setitem(
-        made.__dict__, "pristine", Mock(deep_copy=lambda: failing_matcher(copied()))
-    )
-    return made
-
-
-def test_an_error_in_a_draft_does_not_reach_other_branches(failing: Grammar) -> None:
-    constraint, sound = failing(0), grammar("any of two letters")(0)
-    assert constraint([0]).tolist() == sound([0]).tolist() and not constraint([0, 0]).any()
-    for text in ([0, 1], [1, 0]):
-        assert constraint(text).tolist() == sound(text).tolist()
-
-
 def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() -> None:
     constraint = replace(grammar("no end"), seconds=1.5)(0)
     constraint.matcher = Mock(wraps=constraint.matcher)

@@ -16,13 +16,10 @@ from decoding.speculate import speculate
 from decoding.text import DeadEnd, Rules, Text
 from decoding.together import FEW, ForFew, Together
 from decoding.verify import COUPLINGS, Rule
-from model.config import parse_config
 from model.decoder import Decoder
 from model.errors import InputError
-from model.families import build
 from model.fast import accelerate
 from tests.calls import recorded
-from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
 
 VOCAB = 11
@@ -192,30 +189,6 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.M
     together(model, [short, long])
     first = seen.index("chunk", 1)
     assert seen[first : first + 9] == ["chunk", "step"] * 4 + ["chunk"]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_text_that_fails_ends_alone(name: str) -> None:
-    """By its constraint, and by non-finite numbers in its prompt."""
-    config = small("llama", vocab_size=VOCAB, hidden=16, tie_word_embeddings=False)
-    model = build(parse_config(config)).double().requires_grad_(False)
-    model.initialise(std=0.7, generator=torch.Generator().manual_seed(0))
-    model.embed_tokens.weight[7] = float("nan")
-    model = model if name == "readable blocks" else accelerate(model.bfloat16())
-    not_7 = Rules(8, constraints=[lambda tokens: torch.arange(VOCAB) != 7])
-    good = Job([1, 2, 3, 4, 5], not_7, "exit")
-    dead_end = replace(not_7, constraints=[*not_7.constraints, nothing_after(7)])
-    wanted = [
-        replace(good, rounds=[]),
-        replace(good, rounds=[], rules=dead_end),
-        replace(good, rounds=[], prompt=[1, 7, 3, 4, 5]),
-        good,
-    ]
-    together(model, wanted)
-    found = [alone(model, job) for job in wanted]
-    assert [(job.rounds, job.error) for job in wanted] == [(job.rounds, job.error) for job in found]
-    assert [bool(job.error) for job in wanted] == [False, True, True, False]
-    assert "finite" in wanted[2].error
 
 
 def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:

@@ -125,22 +125,15 @@ def test_a_run_never_replaces_a_model_that_it_did_not_make(
 
 def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, capsys: Any) -> None:
     assert train.main(arguments(data, tmp_path / "run", steps=1)) == 0
-    for name, value in (
-        ("learning_rate", 0.5),
-        ("tokenizer", write_folder(tmp_path / "other")),
-    ):
-        assert train.main(arguments(data, tmp_path / "run", steps=1, **{name: value})) == 2
-        assert f"holds a run with {name} " in one_line(capsys)
-    state = tmp_path / "run" / STATE
-    whole = state.read_bytes()
-    state.write_bytes(whole[:99])
-    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 2
-    assert "is damaged" in one_line(capsys)
-    state.write_bytes(whole)
+    assert train.main(arguments(data, tmp_path / "run", steps=1, learning_rate=0.5)) == 2
+    assert "holds a run with learning_rate " in one_line(capsys)
     (tmp_path / "run").rename(tmp_path / "moved")
     assert train.main(arguments(data, tmp_path / "moved", steps=1, save_every=7)) == 0, (
         "the run itself still goes on"
     )
+    (tmp_path / "moved" / STATE).write_bytes(b"nonsense")
+    assert train.main(arguments(data, tmp_path / "moved", steps=1)) == 2
+    assert "is damaged" in one_line(capsys)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
