@@ -1,9 +1,8 @@
 """Text under speculation is plain text, token for token, on real checkpoints in bf16: greedy, with
-a seed, and under a schema or an expression, which it then follows.
+a seed, and under a schema, which it then follows.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from search.texts import PROMPTS
 
 EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
-SENTENCE = r"(Yes|No), [a-z ]{5,40}\."
 
 
 @pytest.fixture(scope="module", params=["smollm2-135m-instruct", "tiny-llama", "tiny-gemma2"])
@@ -94,11 +92,3 @@ def test_speculated_text_under_a_schema_is_plain_text_and_valid(
     text = check(session, session.encode(asked["request"]), style, 160)
     checker = jsonschema.FormatChecker()
     jsonschema.validate(json.loads(text), asked["schema"], format_checker=checker)
-
-
-def test_texts_of_an_expression_written_together_are_the_plain_ones(smollm2: Path) -> None:
-    session = load(str(smollm2), max_new_tokens=40, regex=SENTENCE)
-    prompts = ["Is the sky blue? Answer in one short sentence.", "Is ice warm?", "Can hens fly?"]
-    plain = [session.write(each, draft="none").text for each in prompts]
-    assert [sample.text for sample in session.write_all(prompts)] == plain
-    assert all(re.fullmatch(SENTENCE, text) for text in plain)

@@ -274,6 +274,19 @@ def test_an_end_of_text_token_with_bytes_neither_ends_a_whole_text_nor_a_part() 
         assert made(0)(text).nonzero()[:, 0].tolist() == allowed
 
 
+def test_an_error_of_a_matcher_reaches_no_other_branch() -> None:
+    """A matcher never leaves an error: another one serves, unless it fails after this text too."""
+    constraint = replace(grammar("any of two letters"))(0)
+    failing = Mock(wraps=constraint.matcher)
+    failing.is_error.return_value = True
+    failing.get_error.return_value = "too many states\n<state>"
+    constraint.matcher = failing
+    assert constraint([0]).tolist() == grammar("any of two letters")(0)([0]).tolist()
+    constraint.matcher = failing
+    constraint.grammar.__dict__["pristine"] = Mock(deep_copy=lambda: failing)
+    assert not constraint([0, 0]).any() and "too many states" in constraint.trouble_after([0, 0])
+
+
 def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() -> None:
     constraint = replace(grammar("no end"), seconds=1.5)(0)
     constraint.matcher = Mock(wraps=constraint.matcher)

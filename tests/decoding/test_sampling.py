@@ -20,7 +20,6 @@ from transformers.generation.logits_process import (
 from decoding.sampling import SamplingParams, distribution, filtered, unlikely
 from decoding.text import Rules
 from tests.laws import text_of
-from tests.refusal import refusal
 
 VOCAB = 8
 scores = st.sampled_from([-math.inf, -20.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0, 2.0, 7.5, 30.0])
@@ -168,22 +167,6 @@ def test_several_constraints_allow_what_all_of_them_allow() -> None:
     assert allowed.tolist() == [[False, True, False]]
     silent = text_of([0], Rules(9, constraints=(lambda _: None,)), vocab=3)
     assert silent.allowed(torch.tensor([1, 2])) is None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"temperature": math.nan},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": math.nan},
-        {"min_p": math.nan},
-        {"repetition_penalty": math.nan},
-    ],
-    ids=str,
-)
-def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float]) -> None:
-    assert next(iter(wrong)).replace("_", "-") in refusal(SamplingParams, **wrong)
 
 
 LARGE = [

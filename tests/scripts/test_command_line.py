@@ -157,24 +157,6 @@ def test_without_a_seed_the_seed_is_shown_and_repeats_the_text(run: Run, model: 
     assert again.out == first.out != other.out
 
 
-def test_a_stop_string_cuts_the_text_an_end_token_ends_it_and_a_banned_word_is_never_written(
-    run: Run, model: str, tmp_path: Path
-) -> None:
-    common = ["the hen", "--draft", "lookup", "--max-new-tokens", "30", "--json"]
-    whole = run(*common, "--model", model).result
-    wanted = whole["text"][3:5]
-    cut = run(*common, "--model", model, "--stop", wanted).result
-    assert (cut["finish_reason"], cut["text"]) == ("stop", whole["text"].partition(wanted)[0])
-    assert len(cut["tokens"]) < len(whole["tokens"])
-    # a whole ASCII character: the model writes broken UTF-8 too
-    word = re.findall("[!-~]", whole["text"])[0]
-    without = run(*common, "--model", model, "--ban", word).result
-    assert word not in without["text"] and len(without["tokens"]) == 30
-    ending = write_folder(tmp_path / "ending", eos_ids=(whole["tokens"][4], whole["tokens"][2]))
-    ended = run(*common, "--model", ending).result
-    assert (ended["finish_reason"], ended["tokens"]) == ("eos", whole["tokens"][:3])
-
-
 def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

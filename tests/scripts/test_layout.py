@@ -58,13 +58,6 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
         assert module.split(".")[0] not in ("generate", "train", "tests"), f"{path}: {module}"
 
 
-def test_the_folders_need_each_other_in_no_circle() -> None:
-    """Each needs folders that stand above it."""
-    folders = [*MAY_IMPORT]
-    for at, names in enumerate(MAY_IMPORT.values()):
-        assert {folder_of(name) for name in names - COMMON} <= {*folders[:at]}
-
-
 def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() -> None:
     """A library that is added to requirements.txt is added to pyproject.toml too."""
     project = (ROOT / "pyproject.toml").read_text("utf-8")
