@@ -204,7 +204,7 @@ def write(
     return text
 
 
-@settings(max_examples=120, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     family=st.sampled_from([*FAMILIES]),
     model_seed=st.integers(0, 99),

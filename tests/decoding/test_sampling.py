@@ -52,7 +52,7 @@ def transformers_distribution(
     return LogitsProcessorList(processors)(torch.tensor([context]), logits).softmax(-1)[0]
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=250, derandomize=True, deadline=None)
 @given(
     row=rows | st.permutations(DISTINCT).map(lambda row: row[:VOCAB]),
     context=contexts,

@@ -42,7 +42,7 @@ def text_after(prompt: list[int], rules: Rules) -> Text:
     eos=st.sets(st.integers(0, 9), max_size=2),
     groups=st.lists(st.integers(1, 4), min_size=12, max_size=12),
 )
-@settings(derandomize=True, max_examples=500)
+@settings(derandomize=True, max_examples=300)
 def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_taken_back(
     prompt: list[int],
     wanted: list[int],

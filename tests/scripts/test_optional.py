@@ -23,7 +23,7 @@ KEPT = ("app", "decoding", "model", "weights", "tests", "generate.py", "pyprojec
 COMMAND = ["generate.py", "Once upon a time", "--model", "tiny-llama", "--draft", "exit", "--json"]
 COMMAND += ["--dtype", "float32"]  # without model/fast, bfloat16 would round differently
 LAWS = ["tests/decoding/test_speculate.py", "tests/decoding/proof/test_exact_law.py"]
-LAWS += ["-k", "perfect or residual or dead or (pair and plan and budget)"]
+LAWS += ["-k", "perfect or residual or (pair and plan and budget and free)"]
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,14 @@ def without(folder: Path, *parts: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("part", OPTIONAL)
-def test_without_a_part_the_text_is_the_same(part: str, text: list[int], tmp_path: Path) -> None:
-    assert written(without(tmp_path, part)) == text
+@pytest.mark.parametrize(
+    "parts", [("grammar", "auto", "fast"), ("together", "parallel", "server", "proof")]
+)
+def test_without_some_parts_the_text_is_the_same(
+    parts: tuple[str, ...], text: list[int], tmp_path: Path
+) -> None:
+    """Parts of two groups, so that no part can hide that the heart needs it."""
+    assert written(without(tmp_path, *parts)) == text
 
 
 def test_a_draft_whose_file_is_gone_is_refused_in_one_line(tmp_path: Path) -> None:
