@@ -1,5 +1,5 @@
-"""``generate.py`` as a user meets it: refusals in one line, the JSON contract, seeds, plans, Ctrl-C;
-and ``--serve`` as a process: its address, and what it refuses to start with.
+"""``generate.py`` as a user meets it: refusals in one line, JSON, seeds, plans, Ctrl-C; and
+``--serve`` as a process: its address, and what it refuses to start with.
 """
 
 import json
