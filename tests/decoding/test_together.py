@@ -13,7 +13,7 @@ from decoding.policies import Policy
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.text import DeadEnd, Rules, Text
+from decoding.text import Rules, Text
 from decoding.together import FEW, ForFew, Together
 from decoding.verify import COUPLINGS, Rule
 from model.decoder import Decoder
@@ -189,24 +189,3 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.M
     together(model, [short, long])
     first = seen.index("chunk", 1)
     assert seen[first : first + 9] == ["chunk", "step"] * 4 + ["chunk"]
-
-
-def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
-    """No inference mode, no waiting calls."""
-    model = MODELS["llama"]
-    shared = Together(model)
-    job = Job([1, 2, 3], Rules(8))
-    loops = [shared.start(lambda: job.write(model, shared)) for _ in range(2)]
-    shared.step()
-    shared.stop(loops[0])
-    assert not torch.is_inference_mode_enabled() and len(shared.loops) == 1
-
-    def fail() -> None:
-        raise DeadEnd("no")
-
-    with pytest.raises(DeadEnd):
-        shared.start(fail)
-    while shared.step():
-        pass
-    assert not torch.is_inference_mode_enabled() and not shared.loops and not shared.calls
-    torch.ones(1, requires_grad=True).sum().backward()

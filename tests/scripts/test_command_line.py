@@ -204,26 +204,6 @@ def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_pa
     assert run("--prompt-file", file, *common).out == run("the hen", *common).out
 
 
-def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(chat_model: Path) -> None:
-    options = [
-        "--no-chat",
-        "--draft",
-        "lookup",
-        "--max-new-tokens",
-        "4000",
-        "--num-samples",
-        "3",
-        "--model",
-    ]
-    command = [sys.executable, str(ROOT / "generate.py"), "the hen", *options, str(chat_model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        first = process.stdout.read(40)  # all texts have begun, and are far from their ends
-        process.send_signal(signal.SIGINT)
-        rest, said = process.communicate()
-    assert process.returncode == 130 and first and rest.endswith(b"\n")
-    assert said.count(b" tokens in ") == 3 and b"Traceback" not in said
-
-
 DRAFT = "--model {model} --draft model --draft-model {other}"
 
 
