@@ -23,6 +23,7 @@ import decoding.sampling
 import decoding.speculate
 import decoding.verify
 import generate
+import tests.conftest  # noqa: F401  examples without shrinking, as in the tests
 from decoding.drafters import ModelDrafter
 from decoding.grammar import GrammarConstraint
 from decoding.policies import AdaptiveExit
