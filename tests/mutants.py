@@ -23,6 +23,7 @@ import decoding.sampling
 import decoding.speculate
 import decoding.verify
 import generate
+import tests.conftest  # noqa: F401  examples without shrinking, as in the tests
 from decoding.drafters import ModelDrafter
 from decoding.grammar import GrammarConstraint
 from decoding.policies import AdaptiveExit
@@ -587,13 +588,6 @@ MUTANTS = [
     ),
 ]
 
-NOT_OURS = {  # row: defect, and why it cannot arise here
-    42: (
-        "a padding mask is forgotten in one of two calls",
-        "cannot arise: nothing is padded, each row of a step has a position and a cache of its own",
-    ),
-}
-
 
 def row_of(mutant: Mutant) -> str:
     """Row of the table of defects in Markdown: the test that fails with it, and the distance that
@@ -605,16 +599,8 @@ def row_of(mutant: Mutant) -> str:
     return f"| {mutant.row} | {mutant.defect} | `{mutant.function}` | {verdict} | {shown} |"
 
 
-def rows_not_ours() -> list[str]:
-    """Rows of the defects that this design cannot have."""
-    return [
-        f"| {row} | {defect} | nothing | {reason} | |" for row, (defect, reason) in NOT_OURS.items()
-    ]
-
-
 if __name__ == "__main__":
     print("This takes about a minute.", file=sys.stderr)
     print("| # | defect | put into | caught by | judged |\n|---|---|---|---|---|")
     for mutant in MUTANTS:
         print(row_of(mutant), flush=True)
-    print(*rows_not_ours(), sep="\n")

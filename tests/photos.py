@@ -2,7 +2,6 @@
 ``docs/live.png`` anew. It needs Chromium and its driver.
 """
 
-import base64
 import sys
 from pathlib import Path
 
@@ -14,12 +13,6 @@ from tests.serving import serving
 
 DOCS = Path(__file__).parents[1] / "docs"
 WINDOW = {"width": 1100, "height": 1300, "deviceScaleFactor": 1, "mobile": False}
-
-
-def take(browser: WebDriver, file: Path) -> None:
-    """Photograph the whole page."""
-    shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
-    file.write_bytes(base64.b64decode(shot["data"]))
 
 
 def explore(browser: WebDriver) -> None:
@@ -37,7 +30,7 @@ def live(browser: WebDriver) -> None:
         browser.execute_script("at('draft').value = 'lowbit'; at('beside').checked = true")
         find(browser, "#write").click()
         WebDriverWait(browser, 120).until(lambda _: find(browser, "#write").is_enabled())
-        take(browser, DOCS / "live.png")
+        find(browser, "body").screenshot(str(DOCS / "live.png"))
 
 
 if __name__ == "__main__":

@@ -1,46 +1,34 @@
 """Distance between the laws of two functions that draw randomly: plain and speculative sampling.
 
-Each is FILE.py:FUNCTION, called without arguments, and returns a text. See docs/judge.md.
+Each is FILE.py:FUNCTION, called without arguments, and returns a text. See docs/judge.md. Knows
+nothing of the rest of the project but ``foreign``.
 """
 
-if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
-
-    start()
-
+import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-
-from app.files import explaining
-from app.parsers import Groups, run_script, within
-from app.table import table
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
 from decoding.proof.judge import bar_of
 from model.errors import InputError
 
-OPTIONS: Groups = {
-    "": {
-        "plain": {"metavar": "FILE.py:PLAIN", "help": "plain sampling of a text"},
-        "speculative": {"metavar": "FILE.py:SPECULATIVE", "help": "what should have the same law"},
-        "--bound": {
-            "type": within(float, 0),
-            "default": 1e-6,
-            "metavar": "TV",
-            "help": "largest total variation of equal laws: above it the exit code is 1",
-        },
-        "--paths": {
-            "type": within(int, 1),
-            "default": PATHS,
-            "metavar": "N",
-            "help": "most paths of draws that are enumerated; a law of more is sampled",
-        },
-    },
-}
+
+@contextmanager
+def blaming(trouble: str) -> Iterator[None]:
+    """Return a context that turns an error of the user's code into an InputError of one line:
+    ``trouble``, then the error's message, or its type.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{trouble}: {reason:.300}") from None
 
 
 def function_of(name: str) -> Callable[[], Any]:
@@ -49,7 +37,7 @@ def function_of(name: str) -> Callable[[], Any]:
     if not os.path.isfile(file):
         raise InputError(f"{name!r:.200} must be FILE.py:FUNCTION, of a file that is there")
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # as when the file is run
-    with explaining(f"{file} cannot be run", (Exception, SystemExit)):
+    with blaming(f"{file} cannot be run"):
         found = runpy.run_path(file).get(function)
     if not callable(found):
         raise InputError(f"{file} has no function {function}")
@@ -59,39 +47,62 @@ def function_of(name: str) -> Callable[[], Any]:
 def shown_law(name: str, paths: int) -> Law:
     """Return the law of a function, with a bar of the probability of the paths so far."""
     function = function_of(name)
-    with (
-        bar_of(f"every outcome of {name.rpartition(':')[2]}") as progress,
-        explaining(f"{name} failed", (Exception, SystemExit)),
-    ):
+    title = f"every outcome of {name.rpartition(':')[2]}"
+    with bar_of(title) as progress, blaming(f"{name} failed"):
         return law_of(function, paths, progress)
 
 
 def judge(plain: str, speculative: str, bound: float, paths: int) -> int:
-    """Print the distance of two laws, and where they differ the results that differ most; returns 1
-    there. Raises Refused where sampling tells nothing.
+    """Print the distance of two laws, and where they differ the texts that differ most. Returns the
+    exit status: 1 where they differ. Raises Refused where sampling tells nothing.
     """
+    if not bound >= 0 or paths < 1:
+        raise InputError("--bound must be at least 0, and --paths at least 1")
     found = Comparison(shown_law(plain, paths), shown_law(speculative, paths))
     counts = f"{found.plain.paths} and {found.speculative.paths} paths"
     how = "enumerated" if not found.error else f"sampled: up to {found.error:.2g} by chance"
     print(f"total variation {found.distance:.3g} ({counts}, {how})")
     if found.is_within(bound):
         return 0
-    rows = [
-        {"text": str(text), "plain": f"{p:.6f}", "speculative": f"{q:.6f}"}
-        for text, p, q in found.worst()
-    ]
-    Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
+    rows = [(str(text), p, q) for text, p, q in found.worst()]
+    width = max(len(text) for text, *_ in rows) + 2
+    print(f"{'text':<{width}}{'plain':>10}{'speculative':>14}")
+    for text, p, q in rows:
+        print(f"{text:<{width}}{p:>10.6f}{q:>14.6f}")
     return 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_script(
-        lambda options: judge(**vars(options)),
-        OPTIONS,
-        "python -m decoding.proof",
-        __doc__,
-        arguments,
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0 equal laws, 1 different ones, 2 wrong input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m decoding.proof", description=__doc__.splitlines()[0]
     )
+    parser.add_argument("plain", metavar="FILE.py:PLAIN", help="plain sampling of a text")
+    parser.add_argument(
+        "speculative", metavar="FILE.py:SPECULATIVE", help="what should have the same law"
+    )
+    parser.add_argument(
+        "--bound",
+        type=float,
+        default=1e-6,
+        metavar="TV",
+        help="largest total variation of equal laws (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--paths",
+        type=int,
+        default=PATHS,
+        metavar="N",
+        help="most paths of draws to enumerate; more are sampled (default: %(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        return judge(**vars(options))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

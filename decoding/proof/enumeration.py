@@ -3,7 +3,7 @@
 ``output_law`` receives a function that runs the production loop with a given randomness. It runs it
 once for every path of outcomes: each draw takes each token of positive probability in turn, each
 acceptance both results, and the probabilities along the path are multiplied. The sum over paths is
-the law of the output, up to float64 rounding.
+the law of the output, up to float64 rounding. Knows nothing of models and texts.
 """
 
 import math
@@ -69,7 +69,7 @@ class Enumerator(Randomness):
         return outcome
 
     def next_path(self) -> bool:
-        """Go on to the next path that was not taken; False when there is none."""
+        """Move on to the next path that was not taken; returns False when there is none."""
         self.parts = {}
         path = self.path[: len(self.forks)]
         while path and path[-1] + 1 == self.forks[len(path) - 1]:

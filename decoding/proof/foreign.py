@@ -233,7 +233,7 @@ def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
-    match [name, *kinds]:
+    match [name, *kinds]:  # a kind is None for what is no noise
         # u.item(), u.float()
         case [_, str(), *_] if name in CONVERSIONS:
             return noise

@@ -45,6 +45,9 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
     def expand(
         tokens: tuple[int, ...], forbidden: dict[int, frozenset[int]], weight: float
     ) -> None:
+        """Add the outcomes of all texts that begin with ``tokens``, which have the probability
+        ``weight``. ``forbidden`` has the tokens that bans forbid, by position.
+        """
         history = request.prompt + tokens
         allowed = torch.ones(model.vocab_size, dtype=torch.bool)
         for constraint in request.constraints:
@@ -63,7 +66,7 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
                 continue
             longer = (*tokens, token)
             begin = _completed(request.prompt + longer, request.banned, floor=0)
-            if begin is not None:
+            if begin is not None:  # a banned word: back to before the token in which it began
                 back = max(_holder(request.prompt + longer, begin) - len(request.prompt), 0)
                 kept = {at: banned for at, banned in forbidden.items() if at <= back}
                 kept[back] = kept.get(back, frozenset()) | {longer[back]}
@@ -84,8 +87,8 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
 
 
 def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
-    """Return the offset of the word that the last token completes first; of several, that of the
-    longest.
+    """Return the offset in bytes of the word that the last token completes first, of several words
+    the longest; None where it completes none. Only bytes from ``floor`` on count.
     """
     text = b"".join(TEXTS[token] for token in tokens)
     for end in range(len(text) - len(TEXTS[tokens[-1]]) + 1, len(text) + 1):

@@ -47,6 +47,9 @@ class TableModel(Steps):
     def __call__(
         self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None
     ) -> Tensor:
+        """Return the logits ``[1, T, vocab]`` after each of the ``tokens`` ``[1, T]``, as a decoder
+        does.
+        """
         # Keys are ids. The draft's have a half added, so that the target's entries differ from
         # them.
         entries = tokens[:, None, :, None].double() + (0.0 if plan is None else 0.5)

@@ -1,16 +1,20 @@
-"""Text under speculation is plain text, token for token, on real checkpoints in bf16: greedy and
-with a seed.
+"""Text under speculation is plain text, token for token, on real checkpoints in bf16: greedy, with
+a seed, and under a schema, which it then follows.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
+from app.files import read_json
 from app.session import Session, load
+from benchmark.sections import SCHEMAS
 from search.texts import PROMPTS
 
-SOME = [PROMPTS["story"][0], PROMPTS["summary"][0], PROMPTS["rewriting"][2]]
 EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 
@@ -22,13 +26,13 @@ def session(request: pytest.FixtureRequest, smollm2: Path) -> Session:
     return session
 
 
-def check(session: Session, ids: list[int], params: dict[str, object], tokens: int = 16) -> None:
-    """Every drafter's text is plain decoding's; a machine that cannot guarantee it gives the reason
-    in one line.
+def check(session: Session, ids: list[int], given: dict[str, Any], tokens: int = 16) -> str | None:
+    """Every drafter's text is plain decoding's, which is returned; a machine that cannot guarantee
+    it gives the reason in one line.
     """
     if why := session.model.abilities.why_rows_vary:
         assert "\n" not in why
-        return
+        return None
     layers = session.model.num_layers
     ways = [
         {"draft": "none"},
@@ -42,16 +46,24 @@ def check(session: Session, ids: list[int], params: dict[str, object], tokens: i
         ways.append({"draft": "skip", "gamma": 4})
     texts = []
     for way in ways:
-        options = session.merged(params, {"max_new_tokens": tokens}, way)
-        texts.append(session.finish(session.begin(ids, options)).tokens)
-    assert texts == [texts[0]] * len(ways)
+        options = session.merged(given, {"max_new_tokens": tokens}, way)
+        texts.append(session.finish(session.begin(ids, options)))
+    assert [text.tokens for text in texts] == [texts[0].tokens] * len(ways)
+    return texts[0].text
 
 
-@pytest.mark.parametrize(("prompt", "params"), [(0, {}), (1, {}), (2, SAMPLED)])
+@pytest.mark.parametrize(
+    ("prompt", "given"),
+    [
+        (PROMPTS["story"][0], {}),
+        (PROMPTS["summary"][0], {}),
+        (PROMPTS["rewriting"][2], SAMPLED),
+    ],
+)
 def test_speculated_text_is_plain_text(
-    session: Session, prompt: int, params: dict[str, object]
+    session: Session, prompt: str, given: dict[str, Any]
 ) -> None:
-    check(session, session.encode(SOME[prompt]), params)
+    check(session, session.encode(prompt), given)
 
 
 @pytest.mark.prove
@@ -69,3 +81,14 @@ def test_speculated_text_is_plain_text_to_the_end_of_the_context(session: Sessio
     """The shipped models' context ends at 1,024."""
     ids = session.tokenizer.encode("\n\n".join(EVERY * 2))
     check(session, ids[:1010], {}, 16)
+
+
+@pytest.mark.parametrize(("name", "style"), [("person", {}), ("tool call", SAMPLED)])
+def test_speculated_text_under_a_schema_is_plain_text_and_valid(
+    smollm2: Path, name: str, style: dict[str, Any]
+) -> None:
+    asked = read_json(SCHEMAS)[name]
+    session = load(str(smollm2), json_schema=asked["schema"])
+    text = check(session, session.encode(asked["request"]), style, 160)
+    checker = jsonschema.FormatChecker()
+    jsonschema.validate(json.loads(text), asked["schema"], format_checker=checker)

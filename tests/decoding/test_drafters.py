@@ -16,7 +16,7 @@ from decoding.drafters import CATCH_UP, ModelDrafter, PromptLookup
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Rules, Text
+from decoding.text import Rules
 from model.decoder import Decoder
 from model.plan import LayerPlan
 from tests.configs import FAMILIES
@@ -124,21 +124,6 @@ def test_confidence_is_the_raw_softmax_probability_and_the_token_below_the_thres
         draft = drafter.propose(text, 3, params, AdaptiveExit(threshold, 3), SeededRandomness(0))
         assert (len(draft.tokens) == 1) == stops and len(draft.probs) == len(draft.tokens)
         drafter.rollback(2)
-
-
-@torch.inference_mode()
-def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> None:
-    def constrained(tokens: list[int], allowed: dict[int, int]) -> Text:
-        """A text with one token allowed at each of these positions, and none at others."""
-        constraint = lambda tokens: torch.arange(VOCAB) == allowed.get(len(tokens), -1)  # noqa: E731
-        return text_of(tokens, Rules(100, constraints=(constraint,)), vocab=VOCAB)
-
-    model = tiny_model("llama", vocab=VOCAB)
-    rest = SamplingParams(1.0), FixedLength(4), SeededRandomness(0)
-    drafter = ModelDrafter(model, model.new_cache(20))
-    assert drafter.propose(constrained([1, 2], {2: 5, 3: 6}), 4, *rest).tokens.tolist() == [5, 6]
-    repeated = constrained([2, 5, 6, 0, 2], {5: 5, 6: 1})
-    assert PromptLookup(VOCAB).propose(repeated, 4, *rest).tokens.tolist() == [5]
 
 
 @torch.inference_mode()

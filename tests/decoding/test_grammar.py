@@ -113,27 +113,19 @@ def request(name: str, number: int = 0) -> Request:
     return Request(params=params, eos_ids=frozenset({EOS}), constraints=constraints, **more)
 
 
-def keeps_the_law(name: str, drafter: str, numbers: Sequence[int]) -> None:
+@pytest.mark.parametrize("numbers", [range(4), pytest.param(range(4, 64), marks=pytest.mark.prove)])
+@pytest.mark.parametrize("drafter", TABLE_DRAFTERS)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_the_law_is_plain_constrained_samplings(
+    name: str, drafter: str, numbers: Sequence[int]
+) -> None:
+    """Its constraint knows the strings of the language, and not the library."""
     for number in numbers:
         asked, model = request(name, number), table(f"{name} {drafter} {number}")
         setup = Setup(under_grammar(name, drafter), POLICIES[number % 3])
         known = replace(asked, constraints=(of_language(name),))
         law = output_law(partial(run_loop, model, asked, setup))
         assert total_variation(law, plain_law(model, known)) < EXACT
-
-
-@pytest.mark.parametrize("drafter", TABLE_DRAFTERS)
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_the_law_is_plain_constrained_samplings(name: str, drafter: str) -> None:
-    """Its constraint knows the strings of the language, and not the library."""
-    keeps_the_law(name, drafter, range(4))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("drafter", TABLE_DRAFTERS)
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_the_law_is_so_with_all_parameters_and_stops(name: str, drafter: str) -> None:
-    keeps_the_law(name, drafter, range(4, 64))
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -216,33 +208,23 @@ def test_the_masks_are_freed_with_their_text() -> None:
 # ---- forced tokens ----
 
 
-def rounds_of(name: str, drafter: str) -> list[Round]:
+@pytest.mark.parametrize(
+    ("name", "drafter", "first"),
+    [
+        *(("long and forced", drafter, [3, 2, 2, 3, EOS]) for drafter in TABLE_DRAFTERS),
+        ("a forced token before a guess", "none", [3, 0]),  # "ca" is forced, and a or ab written
+    ],
+)
+def test_forced_tokens_are_drafted_without_a_model_and_accepted(
+    name: str, drafter: str, first: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
     rounds: list[Round] = []
     setup = Setup(under_grammar(name, drafter), lambda: FixedLength(6))
     asked = replace(request(name), max_new_tokens=8)
     run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
-    return rounds
-
-
-@pytest.mark.parametrize("drafter", TABLE_DRAFTERS)
-def test_forced_tokens_are_drafted_without_a_model_and_accepted(
-    drafter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
-    (round,) = rounds_of("long and forced", drafter)
-    assert (round.drafted, round.accepted, round.finish) == ([3, 2, 2, 3, EOS], 5, "eos")
-    assert plans == [()], "the target alone was called, once"
-
-
-def test_a_guess_is_drafted_after_forced_tokens() -> None:
-    """ "ca" is forced, and a alone may be written, or ab."""
-    first, *_ = rounds_of("a forced token before a guess", "none")
-    assert first.drafted[:2] == [3, 0]
-
-
-def test_where_nothing_is_forced_the_inner_drafter_drafts() -> None:
-    rounds = rounds_of("any of two letters", "plan")
-    assert len(rounds[0].drafted) > 1
+    assert rounds[0].drafted[: len(first)] == first and rounds[0].accepted
+    assert {*plans} == {()}, "the target alone was called"
 
 
 # ---- what a user may give ----
@@ -296,42 +278,17 @@ def test_an_end_of_text_token_with_bytes_neither_ends_a_whole_text_nor_a_part() 
         assert made(0)(text).nonzero()[:, 0].tolist() == allowed
 
 
-def failing_matcher(inner: Any) -> Mock:
-    """A matcher that fails after two a's, as where a limit is reached."""
-    matcher, consumed = Mock(wraps=inner), []
-
-    def roll_back(count: int) -> object:
-        del consumed[len(consumed) - count :]
-        return DEFAULT
-
-    def mask() -> object:
-        matcher.is_error.return_value |= consumed == [0, 0]
-        return DEFAULT
-
-    matcher.consume_tokens.side_effect = lambda tokens: consumed.extend(tokens) or DEFAULT
-    matcher.rollback.side_effect = roll_back
-    matcher.compute_bitmask.side_effect = mask
-    matcher.is_error.return_value = False
-    matcher.get_error.return_value = "too many states\n<state>"
-    return matcher
-
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Grammar:
-    """A grammar of a's and b's whose matchers fail after two a's."""
-    made = Grammar("regex", "[ab]{3}", VOCABULARY)
-    copied = made.pristine.deep_copy
-    monkeypatch.setitem(
-        made.__dict__, "pristine", Mock(deep_copy=lambda: failing_matcher(copied()))
-    )
-    return made
-
-
-def test_an_error_in_a_draft_does_not_reach_other_branches(failing: Grammar) -> None:
-    constraint, sound = failing(0), grammar("any of two letters")(0)
-    assert constraint([0]).tolist() == sound([0]).tolist() and not constraint([0, 0]).any()
-    for text in ([0, 1], [1, 0]):
-        assert constraint(text).tolist() == sound(text).tolist()
+def test_an_error_of_a_matcher_reaches_no_other_branch() -> None:
+    """A matcher never leaves an error: another one serves, unless it fails after this text too."""
+    constraint = replace(grammar("any of two letters"))(0)
+    failing = Mock(wraps=constraint.matcher)
+    failing.is_error.return_value = True
+    failing.get_error.return_value = "too many states\n<state>"
+    constraint.matcher = failing
+    assert constraint([0]).tolist() == grammar("any of two letters")(0)([0]).tolist()
+    constraint.matcher = failing
+    constraint.grammar.__dict__["pristine"] = Mock(deep_copy=lambda: failing)
+    assert not constraint([0, 0]).any() and "too many states" in constraint.trouble_after([0, 0])
 
 
 def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() -> None:

@@ -17,10 +17,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from decoding.sampling import SamplingParams, distribution, filtered, unlikely
+from decoding.sampling import SamplingParams, distribution, filtered
 from decoding.text import Rules
 from tests.laws import text_of
-from tests.refusal import refusal
 
 VOCAB = 8
 scores = st.sampled_from([-math.inf, -20.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0, 2.0, 7.5, 30.0])
@@ -63,7 +62,7 @@ def transformers_distribution(
     return LogitsProcessorList(processors)(torch.tensor([context]), logits).softmax(-1)[0]
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=250, derandomize=True, deadline=None)
 @given(
     row=rows | st.permutations(DISTINCT).map(lambda row: row[:VOCAB]),
     context=contexts,
@@ -224,11 +223,6 @@ def test_few_tokens_of_a_large_vocabulary_pass_as_of_all(params: SamplingParams)
         probs = (logits / params.temperature).softmax(-1)
         kept = probs.where(found > 0, 0).sum(-1)
         assert (kept >= params.top_p).all() and (kept - params.top_p < probs.amax(-1)).all()
-
-
-def test_uniform_rows_keep_a_token_at_the_smallest_top_p() -> None:
-    assert not unlikely(torch.full((1, 7), 1 / 7), 1.0).all()
-    assert distribution(torch.zeros(1, 7), torch.tensor([0]), SamplingParams(1, 0, 1e-9)).any()
 
 
 def test_the_tokens_of_top_p_do_not_depend_on_the_number_of_threads() -> None:

@@ -6,8 +6,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding import speculate as loop
@@ -18,7 +16,6 @@ from decoding.drafters import (
     Drafter,
     ModelDrafter,
     NoDraft,
-    PromptLookup,
 )
 from decoding.policies import ConfidenceGate, FixedLength, Policy
 from decoding.proof.judge import Setup, run_loop
@@ -31,13 +28,9 @@ from decoding.text import Rules, Text
 from decoding.verify import Rule
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.plan import LayerPlan
-from tests.configs import FAMILIES
 from tests.laws import (
     Scripted,
-    plans,
     prefilled,
-    speculated,
     tiny_model,
 )
 from tests.refusal import refusal
@@ -70,22 +63,6 @@ def plainly_greedy(model: Decoder) -> list[int]:
     for _ in range(20):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     return tokens[len(PROMPT) :]
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(
-    family=st.sampled_from([*FAMILIES]),
-    seed=st.integers(0, 1000),
-    plan=plans(),
-    gamma=st.integers(0, 6),
-)
-def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
-    family: str, seed: int, plan: LayerPlan, gamma: int
-) -> None:
-    model = tiny_model(family, vocab=VOCAB, seed=seed)
-    cache = prefilled(model, PROMPT)
-    rounds = write(model, cache, ModelDrafter(model, cache, plan), FixedLength(gamma))
-    assert tokens_of(rounds) == plainly_greedy(model)
 
 
 class Breaking:
@@ -159,23 +136,6 @@ def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token_up_to_the_bu
         assert counts == [(4, 4, 5, None)] * 3 + [(2, 2, 3, "length")]
 
 
-def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches() -> None:
-    model = tiny_model("gemma2", vocab=VOCAB)
-    cache, params = prefilled(model, PROMPT), SamplingParams(1.0)
-    draft = tiny_model("llama", vocab=VOCAB, layers=1, seed=8)
-
-    for make in (
-        lambda cache: ModelDrafter(model, cache, LayerPlan.early_exit(3, 1)),
-        lambda cache: ModelDrafter(draft, draft.new_cache(64)),
-    ):
-        drafter = make(cache)
-        for seed in range(4):
-            how = {"params": params, "seed": seed}
-            together = write(model, cache, drafter, FixedLength(3), **how)
-            fresh = prefilled(model, PROMPT)
-            assert together == write(model, fresh, make(fresh), FixedLength(3), **how)
-
-
 def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> None:
     model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(0.7, top_k=3)
     rounds = write(
@@ -188,21 +148,6 @@ def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> Non
     raw = model(torch.tensor([PROMPT + tokens_of(rounds)]))[0].softmax(-1)
     expected = [raw[round.position - 1, round.emitted[-1]].item() for round in rounds]
     assert [round.target_confidence for round in rounds] == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
-    model, how = tiny_model("llama", vocab=2), (FixedLength(2), SamplingParams())
-    for drafter in (NoDraft(2), PromptLookup(2)):
-        text = Text([0, 1, 0], Rules(5, banned=["a", "b"]), model, [b"a", b"b"].__getitem__)
-        rounds = speculated(model, text, lambda *_: drafter, *how, SeededRandomness(0))  # noqa: B023
-        assert "no token at position 3" in refusal(list, rounds)
-
-
-def test_non_finite_target_logits_end_the_loop() -> None:
-    model = tiny_model("llama", vocab=VOCAB)
-    model.norm.weight[3] = torch.nan
-    said = refusal(write, model, prefilled(model, PROMPT), NoDraft(VOCAB), FixedLength(0))
-    assert "stop being finite" in said
 
 
 class Overflowing:

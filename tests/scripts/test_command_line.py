@@ -1,13 +1,15 @@
-"""``generate.py`` as a user meets it: refusals in one line, the JSON contract, seeds, stops,
-Ctrl-C.
+"""``generate.py`` as a user meets it: refusals in one line, JSON, seeds, plans, Ctrl-C; and
+``--serve`` as a process: its address, and what it refuses to start with.
 """
 
 import io
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,8 +18,6 @@ import torch
 
 import generate
 from app import device
-from app.characters import TextStream
-from tests.calls import interrupted
 from tests.commands import Run
 from tests.folders import LLAMA, write_folder
 from weights.load import model_fingerprint
@@ -136,27 +136,6 @@ def test_a_budget_beyond_the_context_is_cut_with_a_line(run: Run, model: str) ->
     assert "context" not in run("a", "--model", model, "--max-new-tokens", "9").err
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"vocab_size": LLAMA["vocab_size"] + 8}, "must share the target's tokenizer"),
-        ({"max_position_embeddings": 8}, "has a context of 8 tokens"),
-    ],
-)
-def test_a_draft_model_that_does_not_suit_the_target_is_refused(
-    change: dict[str, int], said: str, run: Run, model: str, tmp_path: Path
-) -> None:
-    other = write_folder(tmp_path / "other", {**LLAMA, **change})
-    outcome = run("abcdef", "--model", model, "--draft", "model", "--draft-model", other)
-    assert said in outcome.complaint
-
-
-def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20})
-    said = run("zebra", "--model", folder).complaint
-    assert "the tokenizer does not belong to this model" in said
-
-
 def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, model: str) -> None:
     outcome = run(
         *["the hen", "--model", model, "--draft", "exit", "--temperature", "1", "--seed", "4"],
@@ -188,37 +167,6 @@ def test_without_a_seed_the_seed_is_shown_and_repeats_the_text(run: Run, model: 
     (flags,) = re.findall(r"(--seed \d+ --coupling race)\]", first.err)
     other, again = run(*common), run(*common, "--draft", "none", *flags.split())
     assert again.out == first.out != other.out
-
-
-def test_a_stop_string_cuts_the_text_an_end_token_ends_it_and_a_banned_word_is_never_written(
-    run: Run, model: str, tmp_path: Path
-) -> None:
-    common = ["the hen", "--draft", "lookup", "--max-new-tokens", "30", "--json"]
-    whole = run(*common, "--model", model).result
-    wanted = whole["text"][3:5]
-    cut = run(*common, "--model", model, "--stop", wanted).result
-    assert (cut["finish_reason"], cut["text"]) == ("stop", whole["text"].partition(wanted)[0])
-    assert len(cut["tokens"]) < len(whole["tokens"])
-    # a whole ASCII character: the model writes broken UTF-8 too
-    word = re.findall("[!-~]", whole["text"])[0]
-    without = run(*common, "--model", model, "--ban", word).result
-    assert word not in without["text"] and len(without["tokens"]) == 30
-    ending = write_folder(tmp_path / "ending", eos_ids=(whole["tokens"][4], whole["tokens"][2]))
-    ended = run(*common, "--model", ending).result
-    assert (ended["finish_reason"], ended["tokens"]) == ("eos", whole["tokens"][:3])
-
-
-def test_ctrl_c_prints_what_was_written_and_exits_130(
-    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(monkeypatch, TextStream, "pull", 4)
-    outcome = run("the", "--model", model, "--draft", "none", "--num-samples", "2", "--json")
-    assert outcome.status == 130
-    assert [result["finish_reason"] for result in outcome.objects] == ["interrupted"] * 2
-    assert len(outcome.objects[0]["tokens"]) == 4, (
-        "those of the round whose text was not shown yet included"
-    )
-    assert outcome.err.count("tokens/s") == 2 and outcome.err.count("-" * 20) == 1
 
 
 def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
@@ -258,15 +206,6 @@ def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, planned: Path) -> No
     assert "skipping 2 attention" in run(*options, "--draft", "skip", "--gamma", "2").err
 
 
-def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    command = ["a", "--model", model, "--draft", "skip", "--plan", plan, "--max-new-tokens", "2"]
-    plan.write_text(json.dumps({"attn": [1], "model": model_fingerprint(Path(model))}))
-    assert run(*command).status == 0
-    plan.write_text('{"attn": [1], "model": "0123456789abcdef"}')
-    assert f"{plan} was made for another model than {model}" in run(*command).complaint
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"], ids=["plain", "byte order mark"])
 def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
@@ -286,36 +225,81 @@ def test_a_piped_standard_input_is_the_prompt_where_no_other_is_given(
     assert run("the hen", *common).out == given
 
 
-# As a process
+DRAFT = "--model {model} --draft model --draft-model {other}"
 
 
-def started(model: object, *options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, ROOT / "generate.py", "the hen", "--model", model, *options]
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize(
+    ("change", "command", "said"),
+    [
+        ({"vocab_size": 270}, DRAFT, "must share the target's tokenizer"),
+        ({"max_position_embeddings": 8}, DRAFT, "has a context of 8 tokens"),
+        ({"vocab_size": 20}, "--model {other}", "the tokenizer does not belong to this model"),
+        (
+            {"hidden_size": 16},
+            "--model {other} --draft skip --plan {other}/of_model",
+            "was made for another model than",
+        ),
+    ],
+)
+def test_another_models_draft_tokenizer_or_plan_is_refused(
+    change: dict[str, int], command: str, said: str, run: Run, model: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, {**LLAMA, **change})
+    plan = {"attn": [1], "model": model_fingerprint(Path(model))}
+    (tmp_path / "of_model").write_text(json.dumps(plan))
+    assert said in run("abcdef", *command.format(model=model, other=tmp_path).split()).complaint
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a long context."""
-    config = {**LLAMA, "max_position_embeddings": 1 << 16}
-    return write_folder(tmp_path_factory.mktemp("models") / "endless", config)
+# --serve
 
 
-def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(endless: Path) -> None:
-    options = ["--draft", "lookup", "--max-new-tokens", 1 << 16, "--num-samples", 3]
-    with started(endless, *options) as process:
-        first = process.stdout.read(40)  # all texts have begun, and are far from their ends
-        process.send_signal(signal.SIGINT)
-        rest, said = process.communicate()
-    assert process.returncode == 130 and first and rest.endswith(b"\n")
-    assert said.count(b" tokens in ") == 3 and b"Traceback" not in said
+def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text(
+    chat_model: Path,
+) -> None:
+    command = [
+        sys.executable,
+        ROOT / "generate.py",
+        "--serve",
+        "0",
+        "--model",
+        chat_model,
+        "--draft",
+        "none",
+    ]
+    asked = {"prompt": "the hen", "max_tokens": 1 << 20, "ban": "q", "temperature": 1}
+    body = json.dumps(asked | {"stream": True}).encode()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            address = process.stdout.readline().strip()
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
+            with urllib.request.urlopen(address + "v1/completions", body, timeout=60) as stream:
+                assert stream.headers["X-Content-Type-Options"] == "nosniff"
+                assert stream.readline().startswith(b"data: ")
+                process.send_signal(signal.SIGINT)
+                assert b"the server is stopping" in stream.read()
+            rest, said = process.communicate(timeout=60)
+            assert (process.returncode, rest) == (130, "")
+            assert re.fullmatch(
+                r'\[Ctrl-C ends it\]\n\[.* - "POST /v1/completions HTTP/1.1" 200\]\n', said
+            )
+        finally:
+            process.kill()
 
 
-def test_a_reader_that_goes_away_ends_the_process_quietly(endless: Path) -> None:
-    """As in ``generate.py ... --trace | head -c 1``, whose console ends the process itself."""
-    options = ["--max-new-tokens", 1 << 16, "--draft", "none", "--trace"]
-    with started(endless, *options) as process:
-        assert process.stdout.read(1)
-        process.stdout.close()
-        said = process.stderr.read()
-    assert b"Traceback" not in said and b"BrokenPipe" not in said and process.returncode == 0
+def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
+    chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the server's libraries are missing: one line says how to get them."""
+    monkeypatch.setattr("app.session.load_model", None)
+    for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
+        said = run("--serve", address, "--model", chat_model).complaint
+        assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"--serve {place}: " in run("--serve", place, "--model", chat_model).complaint
+    monkeypatch.delitem(sys.modules, "app.server.network", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    said = run("--serve", "0", "--model", chat_model).complaint
+    assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said

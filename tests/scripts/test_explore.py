@@ -2,6 +2,7 @@
 on a narrow screen and without a network.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,29 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from decoding.proof.enumeration import Enumerator, output_law, total_variation
+from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.foreign import law_of
 from decoding.randomness import Place, Randomness
 from decoding.rounds import expected_speedup
-from decoding.verify import verify_by_ratio
+from decoding.verify import Rule
 from tests.browser import find, look
+from tests.decoding.proof.foreign import bigrams, block_verification
 from tests.laws import speculative
 
 PAGE = Path(__file__).parents[2] / "docs/explore.html"
 P = [0.4, 0.25, 0.2, 0.1, 0.05]
 Q = [0.25, 0.45, 0.1, 0.1, 0.1]
-KNOBS = ("exit", "alpha", "cost", "row", "gamma")
 SVG = "http://www.w3.org/2000/svg"  # a name, which is not asked for
+MISTAKES = {  # of the ratio rule: the residual that each draws from
+    1: lambda p, q: p,
+    3: lambda p, q: (p - q).clamp(min=0) + 0.05,
+}
+CROSSED = """return [...document.querySelectorAll("polyline")].some((line) => {
+  const places = Array.from({ length: 501 }, (_, at) => at / 500 * line.getTotalLength());
+  const boxes = [...line.closest("svg").querySelectorAll("text")].map((text) => text.getBBox());
+  return places.map((place) => line.getPointAtLength(place)).some(({ x, y }) =>
+    boxes.some((box) => x > box.x && x < box.x + box.width && y > box.y && y < box.y + box.height));
+})"""
 
 
 @pytest.fixture
@@ -40,57 +51,82 @@ def asked(page: WebDriver, expression: str, *given: Any) -> Any:
     return page.execute_script(f"return {expression}", *given)
 
 
-def test_the_ratio_rule_of_the_page_is_that_of_the_code(page: WebDriver) -> None:
+def text_law(
+    page: WebDriver, p: list[float], q: list[float], rule: str, number: int, length: int = 3
+) -> tuple[dict[str, float], float]:
+    """Law of texts by the page's rule, with one of its mistakes, and the distance from p's."""
+    rounds = f"roundLaw(arguments[0], arguments[1], '{rule}', MISTAKES.{rule}[{number}])"
+    law = f"textLaw({rounds}, {length})"
+    found = dict(asked(page, f"[...{law}]", p, q))
+    return found, asked(page, f"variation({law}, arguments[0])", p, q)
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_a_round_of_the_page_is_one_of_the_code(page: WebDriver, rule: str) -> None:
     p, q = torch.tensor([P, Q], dtype=torch.float64)
 
-    def run(randomness: Randomness) -> int:
-        drafted = randomness.draw(q, Place(0))[None]
-        rows = torch.stack((p, p)), q[None]
-        accepted, token = verify_by_ratio(*rows, drafted, randomness, Place(0))
-        return int(drafted if accepted else token)
+    def run(randomness: Randomness) -> str:
+        drafted = torch.stack([randomness.draw(q, Place(place)) for place in range(2)])
+        rows = p.expand(3, -1), q.expand(2, -1)
+        accepted, token = Rule(rule, 0).verify(*rows, drafted, randomness, Place(0))
+        return "".join("abcde"[each] for each in (*drafted[:accepted].tolist(), int(token)))
 
-    laws = {
-        0: output_law(run, Enumerator),
-        1: law_of(speculative(p, q, lambda p, q: p)).probs,
-        3: law_of(speculative(p, q, lambda p, q: (p - q).clamp(min=0) + 0.05)).probs,
-    }
-    for number, law in laws.items():
-        found = asked(page, f"law(arguments[0], arguments[1], MISTAKES[{number}])", P, Q)
-        assert found == pytest.approx([law[token] for token in range(5)], abs=1e-9)
-        distance = asked(page, "distance(arguments[0], arguments[1])", P, found)
-        assert distance == pytest.approx(total_variation(law, dict(enumerate(P))), abs=1e-9)
-    coarse = asked(page, "law([0.5, 0.5, 0], [0, 0, 1], MISTAKES[2])")
-    assert coarse == pytest.approx([255 / 512, 255 / 512, 1 / 256])
+    found = dict(asked(page, f"[...roundLaw(arguments[0], arguments[1], '{rule}')]", P, Q))
+    assert found == pytest.approx(output_law(run))
 
 
-def test_a_chosen_exit_sets_its_costs_and_the_best_length(page: WebDriver) -> None:
-    """Layers by the slider, bits by the buttons, with keys; the last exit is in four bits only."""
-    for control, key, bits, at in (
-        ("#exit", Keys.ARROW_RIGHT, 16, 2),
-        ("[name=bits][value='4']", Keys.SPACE, 4, 2),
-        ("#exit", Keys.END, 4, 8),
-        ("[name=bits][value='4']", Keys.ARROW_LEFT, 16, 7),
-    ):
-        find(page, control).send_keys(key)
-        exit = asked(page, f"EXITS[{bits}][{at}]")
-        alpha, cost, row, length = exit["knobs"]
-        for name, value in zip(KNOBS, [exit["layer"], *exit["knobs"]], strict=True):
-            assert float(find(page, f"#{name}-value").text) == value
-        speeds = [expected_speedup(alpha, each, cost, 1 + row * each) for each in range(1, 13)]
-        assert length == speeds.index(max(speeds)) + 1
-        assert f"{max(speeds):.2f} times" in find(page, "#exit-story").text
+@pytest.mark.parametrize("rule", ["ratio", "block", "race"])
+def test_every_rule_of_the_page_writes_the_models_texts(page: WebDriver, rule: str) -> None:
+    assert text_law(page, P, Q, rule, 0)[1] < 1e-12
 
 
-@pytest.mark.parametrize("mistake", range(4))
-def test_drawn_tokens_settle_on_the_law(page: WebDriver, mistake: int) -> None:
-    """With each mistake, and without one (0)."""
+@pytest.mark.parametrize("number", MISTAKES)
+def test_a_mistake_in_the_ratio_rule_changes_the_first_token_as_in_the_code(
+    page: WebDriver, number: int
+) -> None:
+    p, q = torch.tensor([P, Q], dtype=torch.float64)
+    law = law_of(speculative(p, q, MISTAKES[number])).probs
+    found, distance = text_law(page, P, Q, "ratio", number, 1)
+    assert found == pytest.approx({"abcde"[token]: weight for token, weight in law.items()})
+    assert distance == pytest.approx(total_variation(law, dict(enumerate(P))))
+    coarse, _ = text_law(page, [0.5, 0.5, 0.0], [0.0, 0.0, 1.0], "ratio", 2, 1)
+    assert coarse == pytest.approx({"a": 255 / 512, "b": 255 / 512, "c": 1 / 256})
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "length"),
+    [(1, "first failure", 2), (2, "ratio residual", 2), (3, "bonus residual", 3)],
+)
+def test_a_mistake_in_block_verification_changes_texts_as_the_judge_says(
+    page: WebDriver, number: int, name: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, q = [0.3, 0.5, 0.2, 0.0, 0.0], [0.6, 0.4, 0.0, 0.0, 0.0]
+    for table, row in (("TARGET", p), ("DRAFT", q)):
+        rows = torch.tensor([row] * 5, dtype=torch.float64)
+        monkeypatch.setattr(block_verification, table, rows)
+    monkeypatch.setattr(bigrams, "TOKENS", length)
+    judged = law_of(lambda: block_verification.write(name)).probs
+    found, distance = text_law(page, p, q, "block", number, length)
+    assert distance > 0.001
+    known = {"".join("abcde"[token] for token in text): weight for text, weight in judged.items()}
+    assert {text: weight for text, weight in found.items() if weight} == pytest.approx(known)
+
+
+@pytest.mark.parametrize(
+    ("rule", "number"), [("ratio", 0), ("ratio", 2), ("block", 1), ("race", 0)]
+)
+def test_drawn_tokens_settle_on_the_law(page: WebDriver, rule: str, number: int) -> None:
+    find(page, f"[value={rule}]").click()
     page.execute_script(
-        f"find('mistake').selectedIndex = {mistake}; setLaws(...EXAMPLES['disjoint']);"
+        f"find('mistake').selectedIndex = {number}; setLaws(...EXAMPLES['a draft too sure']);"
         "drawMany(20000)"
     )
-    for counted, law in (("written", f"law(p, q, MISTAKES[{mistake}])"), ("drafted", "q")):
-        shares = asked(page, f"counts.{counted}.map((count) => count / 20000)")
-        assert shares == pytest.approx(asked(page, law), abs=0.02)
+    rounds = asked(page, "[...roundLaw(p, q, chosenRule(), find('mistake').value)]")
+    tokens = [sum(weight * text.count(token) for text, weight in rounds) for token in "abcde"]
+    for counted, law in (("written", [each / sum(tokens) for each in tokens]), ("drafted", None)):
+        counts = asked(page, f"counts.{counted}")
+        expected = law or asked(page, "q")
+        assert [each / sum(counts) for each in counts] == pytest.approx(expected, abs=0.02)
 
 
 def test_bars_follow_the_keyboard_and_the_mouse_and_still_sum_to_1(page: WebDriver) -> None:
@@ -112,6 +148,31 @@ def test_the_models_winner_of_the_race_does_not_depend_on_the_draft(page: WebDri
             assert find(page, "#winner").text == own
             guesses.add((own, find(page, "#guess").text))
     assert len(guesses) > len(dict(guesses)), "other drafts guess other tokens"
+
+
+def test_a_chosen_set_of_sublayers_sets_its_costs_and_the_best_length(page: WebDriver) -> None:
+    """By the slider, the buttons, clicks and keys; the plan is that of the shipped model."""
+    plan = json.loads((PAGE.parents[1] / "weights/small-llama/plan.json").read_text())
+    for control, act, said in (
+        ("#exit", Keys.ARROW_RIGHT, "(recorded)"),  # three layers
+        ("#sublayer0", Keys.SPACE, "(estimated)"),
+        ("#sublayer0", None, "(recorded)"),
+        ("[name=bits][value='4']", Keys.SPACE, "(recorded)"),
+        ("#plan", None, "(recorded)"),
+    ):
+        find(page, control).send_keys(act) if act else find(page, control).click()
+        alpha, cost, row, length = asked(page, "draftOf(drafting, chosenBits()).knobs")
+        shown = [
+            float(find(page, f"#{knob}").get_attribute("value")) for knob in ("alpha", "gamma")
+        ]
+        assert shown == [alpha, length]
+        speeds = [expected_speedup(alpha, each, cost, 1 + row * each) for each in range(1, 13)]
+        assert length == speeds.index(max(speeds)) + 1
+        story = find(page, "#exit-story").text
+        assert said in story and f"{max(speeds):.2f} times" in story
+    drafting = asked(page, "drafting")
+    left = [layer for layer in range(14) if not drafting[layer]]
+    assert left == plan["attn"] and drafting[14:] == [layer < 3 for layer in range(14)]
 
 
 def test_the_cache_holds_every_token_but_the_last_after_each_rollback(page: WebDriver) -> None:
@@ -148,11 +209,12 @@ def test_a_report_of_the_benchmark_sets_the_costs_of_the_machine(
 def test_the_page_fits_the_screen_and_asks_for_nothing(
     browser: WebDriver, width: int, scheme: str
 ) -> None:
+    """No curve crosses a label."""
     look(browser, width, scheme)
     browser.get(PAGE.as_uri())
     assert asked(browser, "document.documentElement.scrollWidth <= innerWidth")
     for name in asked(browser, "performance.getEntriesByType('resource').map((each) => each.name)"):
         assert name.startswith(("file:", "data:"))
     find(browser, "[name=bits][value='4']").click()
-    assert asked(browser, "chosenBits()") == 4 and not browser.get_log("browser")
+    assert not browser.execute_script(CROSSED) and not browser.get_log("browser")
     assert PAGE.read_text(encoding="utf-8").replace(SVG, "").count("http") == 0

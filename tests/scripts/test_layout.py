@@ -1,6 +1,9 @@
-"""The layout: which folder may import which, so that no two need each other."""
+"""The layout: which folder may import which, so that no two need each other, and what an
+installation brings.
+"""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ MAY_IMPORT = {
     "model": set(),
     "model.fast": {"model"},
     "decoding": {"model"},
-    "decoding.proof": {"model", "decoding", *COMMON},
+    "decoding.proof": {"model", "decoding"},
     "weights": {"model", "model.fast", *COMMON},
     "app": {"model", "model.fast", "weights", "decoding"},
     "training": {"model", "model.fast", "weights", "decoding", "app"},
@@ -55,8 +58,11 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
         assert module.split(".")[0] not in ("generate", "train", "tests"), f"{path}: {module}"
 
 
-def test_the_folders_need_each_other_in_no_circle() -> None:
-    """Each needs folders that stand above it."""
-    folders = [*MAY_IMPORT]
-    for at, names in enumerate(MAY_IMPORT.values()):
-        assert {folder_of(name) for name in names - COMMON} <= {*folders[:at]}
+def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() -> None:
+    """A library that is added to requirements.txt is added to pyproject.toml too."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    torch, *needed = re.findall(
+        r'^    "([^"]+)",$', project.partition("[project.scripts]")[0], re.M
+    )
+    pinned, *others = (ROOT / "requirements.txt").read_text("utf-8").split()
+    assert (torch, pinned[:7], sorted(needed)) == ("torch>=2.13,<3", "torch==", sorted(others))

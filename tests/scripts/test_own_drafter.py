@@ -13,7 +13,6 @@ import torch
 from decoding.drafters import Draft
 from decoding.proof.judge import Setup, bias
 from tests.commands import Run
-from tests.serving import serving
 
 DOCUMENT = Path(__file__).parents[2] / "docs/own_drafter.md"
 
@@ -131,13 +130,3 @@ def test_an_error_in_a_drafter_says_where_and_keeps_the_text(
     *trace, last = outcome.err.splitlines()
     assert last.startswith("error: --draft ") and last.endswith(place + said)
     assert f"in {method}" in "\n".join(trace), "the traceback comes before it"
-
-
-def test_clients_of_a_server_are_not_told_of_its_files(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    draft, place = failing(tmp_path, "propose", "text.rules.stop_strings and 1 / 0")
-    with serving("--model", model, "--draft", draft) as running:
-        status, answer = running.ask("/v1/completions", {"prompt": "the hen", "stop": "zzz"})
-    assert status == 500 and b"mine" not in answer and b"Zero" not in answer
-    assert place in capsys.readouterr().err

@@ -153,7 +153,10 @@ def case_deviation(
 @pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))
 def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
     longest = 2 if case["rule"] == "banned" else 3
-    for number, length in enumerate([longest, 3, 3, 2, 2, 2, 2, 1, 1, 1]):
+    lengths = [longest, 3, 3, 2, 2, 2, 2, 1, 1, 1]
+    if case["rule"] == "banned from the prompt":  # its texts have two tokens, of many paths
+        lengths = lengths[:4]
+    for number, length in enumerate(lengths):
         model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
         for coupling in ("ratio", "block")[: 2 - number % 2]:
             assert case_deviation(model, case, length, coupling=coupling) < EXACT

@@ -28,7 +28,7 @@ from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
-from tests.decoding.proof.foreign import bigrams
+from tests.decoding.proof.foreign import bigrams, block_verification
 from tests.decoding.proof.foreign.of_transformers import ASSISTED, SETS, write
 from tests.laws import speculative
 from tests.mutants import table
@@ -72,26 +72,42 @@ def test_a_draw_by_any_of_these_functions_has_its_law(name: str) -> None:
     assert law.probs == pytest.approx({0: 0.5, 1: 0.3, 2: 0.2}, abs=1e-7)
 
 
+ROWS = torch.tensor([[0.5, 0.5], [0.25, 0.75]])
+FACTORS = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+LAWS: dict[str, tuple[Callable[[], Any], Any, float]] = {  # a result, and its probability
+    "a number that decides twice": (
+        lambda: ((u := torch.rand(2))[0] < 0.5, u.clone()[0] < 0.25),
+        (True, True),
+        0.25,
+    ),
+    "a factor that moves with its number": (
+        lambda: (torch.rand(2, 2) * FACTORS).T[0, 1].item() < 1,
+        True,
+        0.25,
+    ),
+    "dropout that is off": (
+        lambda: torch.nn.functional.dropout(P, training=False).multinomial(1).item(),
+        0,
+        0.5,
+    ),
+    "independent rows": (lambda: torch.multinomial(ROWS, 1), ((1,), (0,)), 0.125),
+    "samples without replacement": (lambda: torch.multinomial(P, 2), (0, 1), 0.3),
+    "tosses": (lambda: torch.bernoulli(ROWS[:, 0]), (1.0, 0.0), 0.375),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_result_has_the_probability_found_by_hand(name: str) -> None:
+    run, result, probability = LAWS[name]
+    assert law_of(run).probs[result] == pytest.approx(probability)
+
+
 def test_random_functions_are_those_of_the_libraries_again_after_a_law() -> None:
     before = random.random, np.random.rand, torch.rand(1).__class__
     law_of(EXACT)
     with pytest.raises(ZeroDivisionError):
         law_of(lambda: 1 / 0)
     assert (random.random, np.random.rand, torch.rand(1).__class__) == before
-
-
-def test_a_number_that_decides_twice_decides_alike() -> None:
-    def run() -> tuple[bool, bool]:
-        u = torch.rand(2)
-        return bool(u[0] < 0.5), bool(u.clone()[0] < 0.25)
-
-    assert law_of(run).probs == {(True, True): 0.25, (True, False): 0.25, (False, False): 0.5}
-
-
-def test_a_number_keeps_its_factor_where_it_moves() -> None:
-    factors = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
-    law = law_of(lambda: (torch.rand(2, 2) * factors).T[0, 1].item() < 1)
-    assert law.probs == {True: 0.25, False: 0.75}
 
 
 def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> None:
@@ -101,21 +117,6 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
         names = {*module.__all__} - {known}
         kept = law_of(lambda: [name for name in names if vars(module)[name] is before[name]])  # noqa: B023
         assert kept.probs == {(): 1.0} and vars(module) == before
-
-
-def test_functions_that_draw_nothing_are_not_refused() -> None:
-    run = lambda: torch.nn.functional.dropout(P, training=False).multinomial(1).item()  # noqa: E731
-    assert law_of(run).probs[0] == pytest.approx(0.5)
-
-
-def test_rows_and_samples_are_independent() -> None:
-    rows = torch.tensor([[0.5, 0.5], [0.25, 0.75]])
-    law = law_of(lambda: torch.multinomial(rows, 1))
-    assert law.probs[((1,), (0,))] == pytest.approx(0.125) and law.paths == 4
-    both = law_of(lambda: torch.multinomial(P, 2).tolist())
-    assert both.probs[(0, 1)] == pytest.approx(0.5 * 0.3 / 0.5)
-    tossed = law_of(lambda: torch.bernoulli(torch.tensor([0.5, 0.25])))
-    assert tossed.probs[(1.0, 0.0)] == pytest.approx(0.375)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,28 @@ def test_the_loop_with_its_own_random_numbers_has_plain_samplings_law(name: str)
     assert law.paths > 30
 
 
+# Block verification as a reader of its paper writes it
+
+WAYS = [  # with this number of drafted tokens: is it lossless?
+    ("right", 2, True),
+    ("first_failure", 2, False),
+    ("ratio_residual", 2, False),
+    ("ratio_residual", 1, True),  # after one token both residuals are the same
+    ("bonus_residual", 1, False),
+    ("raw_q", 1, False),
+]
+
+
+@pytest.mark.parametrize(("way", "gamma", "is_lossless"), WAYS)
+def test_block_verification_from_the_paper_is_found_lossless_but_with_a_mistake(
+    way: str, gamma: int, is_lossless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_verification, "GAMMA", gamma)
+    monkeypatch.setattr(bigrams, "TOKENS", 2)
+    found = Comparison(law_of(bigrams.plain), law_of(getattr(block_verification, way)))
+    assert found.is_within(1e-9) == is_lossless
+
+
 # transformers, unchanged
 
 FAST = ("top-k", "top-p", "min-p", "n-grams", "suppressed tokens", "end of text")
@@ -276,13 +299,14 @@ def broken():
     ("files", "status", "told"),
     [
         ("users.py:plain users.py:wrong", 1, "total variation 0.15 (3 and 6 paths, enumerated)"),
-        ("users.py:plain users.py:wrong", 1, "0.300000 │ 0.450000"),
+        ("users.py:plain users.py:wrong", 1, "0.300000 0.450000"),
         ("users.py:plain users.py:plain", 0, "total variation 0 (3 and 3 paths, enumerated)"),
         ("users.py:long users.py:long --paths 20", 2, "so give more --paths, or shorten the texts"),
         ("users.py:plain users.py:noisy", 2, "randn cannot be enumerated"),
         ("users.py:plain users.py:broken", 2, "division by zero"),
         ("users.py:plain users.py:missing", 2, "has no function missing"),
         ("nothing.py:a b", 2, "error: "),
+        ("users.py:plain users.py:plain --paths 0", 2, "--paths at least 1"),
     ],
 )
 def test_the_command_prints_the_distance_and_what_differs(
