@@ -54,7 +54,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, options: Options) -> list[i
         raise InputError(
             "--system needs a chat: leave out --no-chat, or use a model with a chat template"
         )
-    return tokenizer.encode(prompt)
+    return tokenizer.encode(prompt, find_names=True)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> list[int]:
