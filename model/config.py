@@ -25,7 +25,6 @@ ROPE_FACTORS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow"),
-    "longrope": ("factor",),
 }
 # A damaged file must not ask for more than can be built.
 LARGEST = 2**24  # of any whole number
@@ -114,8 +113,7 @@ FAMILIES = {
 class Rope:
     """Rotary position embedding: its base, and the factors of its ``kind`` of scaling.
 
-    Cosines and sines are multiplied by ``attention_factor``. ``truncate`` rounds the first and last
-    pair that yarn scales in part. ``short_factors`` are those of longrope, one per pair.
+    Cosines and sines are multiplied by ``attention_factor``.
     """
 
     theta: float
@@ -126,8 +124,6 @@ class Rope:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True
-    short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
 
 
@@ -199,8 +195,6 @@ def parse_config(source: Any) -> ModelConfig:
     max_positions = read("max_position_embeddings", int)
     ropes = _ropes(raw, family.two_ropes, max_positions)
     for rope in ropes.values():
-        if rope.kind == "longrope" and len(rope.short_factors) != head_dim // 2:
-            raise InputError(f"config.json: short_factor must hold {head_dim // 2} numbers")
         if rope.kind == "yarn":
             extended = int(min(LARGEST, rope.factor * rope.original_max_positions))
             max_positions = max(max_positions, extended)
@@ -278,21 +272,12 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
     _one_of("rope type", kind, ROPE_FACTORS)
     _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
     read = partial(_read, raw | scaling, {"beta_fast": Rope.beta_fast, "beta_slow": Rope.beta_slow})
-    original = read("original_max_position_embeddings", int, max_positions, smallest=2)
-    extension = max_positions / original if kind in ("yarn", "longrope") else None
+    original = read("original_max_position_embeddings", int, max_positions)
+    extension = max_positions / original if kind == "yarn" else None
     factors = {name: read(name, float, extension) for name in ROPE_FACTORS[kind]}
     if kind == "yarn":
-        factors["truncate"] = read("truncate", bool, True)
+        _one_of("truncate", read("truncate", bool, True), [True])
         factors["attention_factor"] = _attention_factor_of_yarn(read, factors["factor"])
-    if kind == "longrope":
-        short = factors["short_factors"] = read("short_factor", tuple)
-        if max_positions > original and read("long_factor", tuple) != short:
-            raise InputError(
-                f"config.json: rope type 'longrope' is not supported for texts of more than"
-                f" {original} tokens: set max_position_embeddings to {original}"
-            )
-        growth = math.log(max(1, factors["factor"])) / math.log(original)
-        factors["attention_factor"] = read("attention_factor", float, math.sqrt(1 + growth))
     return Rope(read("rope_theta", float, 1e4), kind, original, **factors)
 
 
@@ -327,8 +312,8 @@ def _read(
     smallest: int = 1,
     largest: int = LARGEST,
 ) -> Any:
-    """Return a field as an int from ``smallest`` to ``largest``, a float above 0, a bool, a tuple
-    of such floats or an object.
+    """Return a field as an int from ``smallest`` to ``largest``, a float above 0, a bool or an
+    object.
 
     Where it is absent, it is that of ``defaults``, or else ``default``. Where it is null, it is
     None if it is ``optional``, else the same.
@@ -343,16 +328,10 @@ def _read(
             type(value) is int and smallest <= value <= largest,
             f"a whole number from {smallest} to {largest}",
         ),
-        float: (_is_positive(value), "a number above 0"),
-        tuple: (type(value) is list and all(map(_is_positive, value)), "a list of numbers above 0"),
+        float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
         bool: (type(value) is bool, "true or false"),
         dict: (type(value) is dict, "null or one object"),
     }[kind]
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
     return kind(value)
-
-
-def _is_positive(value: Any) -> bool:
-    """Return whether a value is a number above 0 that a float can hold."""
-    return type(value) in (int, float) and 0 < value < 1e30

@@ -58,15 +58,12 @@ def inverse_frequencies(
     ``linear`` divides all frequencies by ``factor``. ``llama3`` keeps short wavelengths, divides
     the frequencies of those longer than the trained context by ``factor``, and interpolates
     linearly in between, as published with Llama 3.1. ``yarn`` does the same, but interpolates
-    between pairs (arXiv 2309.00071, section 3.2). ``longrope`` divides each frequency by a factor
-    of its own (arXiv 2402.13753).
+    between pairs (arXiv 2309.00071, section 3.2).
     """
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
     frequencies = 1.0 / rope.theta ** (pairs / head_dim)
     if rope.kind == "linear":
         return frequencies / rope.factor
-    if rope.kind == "longrope":
-        return frequencies / torch.tensor(rope.short_factors, dtype=dtype, device=device)
     if rope.kind == "llama3":
         turns = rope.original_max_positions * frequencies / (2 * math.pi)
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -84,11 +81,10 @@ def yarn_borders(rope: Rope, head_dim: int) -> tuple[float, float]:
     ``beta_slow`` times in the trained context.
     """
     turns = torch.tensor([rope.beta_fast, rope.beta_slow], dtype=torch.float64)
-    wavelengths = rope.original_max_positions / turns
-    first, last = head_dim / 2 * torch.log(wavelengths / (2 * math.pi)) / math.log(rope.theta)
-    if rope.truncate:
-        first, last = first.floor(), last.ceil()
-    first, last = max(first.item(), 0), min(last.item(), head_dim - 1)
+    wavelengths = rope.original_max_positions / (2 * math.pi * turns)
+    pairs = head_dim / 2 * wavelengths.log() / math.log(rope.theta)
+    first = max(pairs[0].floor().item(), 0)
+    last = min(pairs[1].ceil().item(), head_dim - 1)
     return first, last + 0.001 * (first == last)  # as in transformers, no division by 0
 
 

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from app.command_line import say
-from app.files import explaining, read_optional_json, read_text
+from app.files import check_is_fetched, explaining, read_optional_json, read_text
 from model.config import LARGEST
 from model.errors import InputError
 
@@ -77,6 +77,7 @@ class Tokenizer:
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
             )
+        check_is_fetched(path)
         config = folder / "tokenizer_config.json"
         settings = read_optional_json(config)
         with explaining(
@@ -112,30 +113,30 @@ class Tokenizer:
         self.library, self.normalise = read_library(path)
         vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
-        self.finder = finder_of(self.library, listed)
+        added = self.library.get_added_tokens_decoder()
+        self.finder = tokenizers.Tokenizer(models.BPE())
+        self.finder.normalizer = self.library.normalizer
+        self.finder.add_tokens([*added.values(), *listed.values()])  # the last of a name counts
         decoder = self.library.decoder or decoders.Fuse()
         self.byte_level = decoder.decode([BYTE_LEVEL_SPACE]) == " "
         self.adds_space = decoder.decode([SPACE_MARK + "a"]) == "a"
-        added = self.library.get_added_tokens_decoder()
         self.pieces = pieces_of(vocabulary, added, self.special, self.byte_level)
-        sample = self.library.encode(SAMPLE, add_special_tokens=False).ids
-        sample = [number for number in sample if number not in added]
+        sample = [each for each in self.library.encode(SAMPLE).ids if each not in added]
         if self.decode(sample) != self.library.decode(sample):
             raise InputError(
-                f"{path}: its decoder is neither byte-level nor that of sentencepiece, the two kinds"
+                f"{path}: its decoder is neither byte-level nor that of sentencepiece, the kinds"
                 " that this project reads: use a model with one of them"
             )
         # A token that the model does not have: its vocabulary was read before.
         self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
 
     def _check_end_of_turn(self, folder: Path) -> None:
-        """Say so where no text ends at the control token that the chat template puts after one."""
-        turns = [("user", "a"), ("assistant", self.placeholder)]
-        messages = [{"role": role, "content": content} for role, content in turns]
+        """Say so where the control token after an answer of the chat template ends no text."""
+        answer = self.placeholder
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         rest = ""
         with suppress(InputError):
-            text = self._render(messages, add_generation_prompt=False)
-            rest = text.partition(self.placeholder)[2]
+            rest = self._render(turns, add_generation_prompt=False).partition(answer)[2]
         end = next((part for part in self._split(rest) if isinstance(part, int)), None)
         if end is not None and end not in self.eos_ids:
             say(
@@ -419,18 +420,6 @@ def control_tokens(
     more = {*given, *names} & vocabulary.keys() - own.keys()
     library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
     return {**given, **{each: vocabulary[each] for each in more}, **own}
-
-
-def finder_of(
-    library: tokenizers.Tokenizer, listed: Mapping[int, AddedToken]
-) -> tokenizers.Tokenizer:
-    """Return a tokenizer without a vocabulary but the added tokens: those of the tokenizer file,
-    by the rules of tokenizer_config.json where it has ``listed`` them.
-    """
-    finder = tokenizers.Tokenizer(models.BPE())
-    finder.normalizer = library.normalizer
-    finder.add_tokens([*library.get_added_tokens_decoder().values(), *listed.values()])
-    return finder
 
 
 def pieces_of(

@@ -18,7 +18,7 @@ from app import device
 from app.characters import TextStream
 from tests.calls import interrupted
 from tests.commands import Run
-from tests.folders import LLAMA, write_folder
+from tests.folders import END, LLAMA, write_folder
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
@@ -126,19 +126,23 @@ def test_a_budget_beyond_the_context_is_cut_with_a_line(run: Run, model: str) ->
     assert "context" not in run("a", "--model", model, "--max-new-tokens", "9").err
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"vocab_size": LLAMA["vocab_size"] + 8}, "must share the target's tokenizer"),
-        ({"max_position_embeddings": 8}, "has a context of 8 tokens"),
-    ],
-)
-def test_a_draft_model_that_does_not_suit_the_target_is_refused(
-    change: dict[str, int], said: str, run: Run, model: str, tmp_path: Path
+def test_a_draft_model_may_have_more_or_fewer_tokens_with_other_reserved_names_and_less_context(
+    run: Run, model: str, tmp_path: Path
 ) -> None:
-    other = write_folder(tmp_path / "other", {**LLAMA, **change})
-    outcome = run("abcdef", "--model", model, "--draft", "model", "--draft-model", other)
-    assert said in outcome.complaint
+    """The text is the plain one. A model of other tokens is refused."""
+    changes = {"vocab_size": LLAMA["vocab_size"] + 8, "max_position_embeddings": 8}
+    other = write_folder(tmp_path / "other", {**LLAMA, **changes})
+    tokens = (other / "tokenizer.json").read_text()
+    ways = ["abcdef", "--max-new-tokens", "12", "--model"]
+    drafts = ["--draft", "model", "--draft-model"]
+    plain = run(*ways, model, "--draft", "none").out
+    (other / "tokenizer.json").write_text(tokens.replace(END, "<|reserved|>"))
+    assert run(*ways, other, *drafts, model).status == 0
+    drafted = run(*ways, model, *drafts, other)
+    assert drafted.out == plain and ", up to its context of 8 tokens" in drafted.err
+    swapped = tokens.replace('"x":', '"?":').replace('"y":', '"x":').replace('"?":', '"y":', 1)
+    (other / "tokenizer.json").write_text(swapped)
+    assert "must share the target's" in run(*ways, model, *drafts, other).complaint
 
 
 def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
