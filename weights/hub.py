@@ -31,11 +31,11 @@ def download(name: str, revision: str | None = None) -> Path:
         config = Path(hf_hub_download(name, "config.json", revision=revision))
         check_size(name, parse_config(read_json(config)))
         # the commit of this config.json, so that all files are of one version
-        commit = {"revision": config.parent.name}
-        folder = Path(snapshot_download(name, **commit, allow_patterns=FILES))
+        commit = config.parent.name
+        folder = Path(snapshot_download(name, revision=commit, allow_patterns=FILES))
         if not (folder / "model.safetensors").exists():
             shards = [path.name for path in indexed_files(folder)]
-            snapshot_download(name, **commit, allow_patterns=shards)
+            snapshot_download(name, revision=commit, allow_patterns=shards)
         return folder
     except InputError:
         raise

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Container
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -182,10 +181,10 @@ def load_model(
     stored = stored_tensors(folder)
     dtype = dtype or stored[EMBEDDING].dtype
     if config.tie_embeddings and HEAD in stored:
-        embedding, head = (stored[name].read().to(dtype) for name in (EMBEDDING, HEAD))
-        if not torch.equal(embedding, head):
+        tied = (stored[name].read().to(dtype) for name in (EMBEDDING, HEAD))
+        if not torch.equal(*tied):  # as transformers does
             config = replace(config, tie_embeddings=False)
-            say(f"{folder.name} stores another {HEAD} than config.json says: both are loaded")
+            say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
     with (
         torch.device("meta"),
         explaining(
@@ -195,11 +194,15 @@ def load_model(
         ),
     ):
         model = build(config)
-        stored = without_extra(folder, stored, model.state_dict())
+        extra = sorted(stored.keys() - model.state_dict().keys())  # masks, heads of training
+        stored = {name: tensor for name, tensor in stored.items() if name not in extra}
         # raises where names or shapes are others
         model.load_state_dict(
             {name: torch.empty(each.shape, dtype=each.dtype) for name, each in stored.items()}
         )
+        if extra:
+            names = ", ".join(extra[:3]) + ", ..." * (len(extra) > 3)
+            say(f"{folder.name} stores tensors that this model does not read: {names}")
         if shard:
             model = build(replace(shard.local, tie_embeddings=config.tie_embeddings))
     state = {}
@@ -209,17 +212,6 @@ def load_model(
             raise InputError(f"{folder}: numbers of {name} exceed float16: give --dtype float32")
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
-
-
-def without_extra(
-    folder: Path, stored: dict[str, StoredTensor], wanted: Container[str]
-) -> dict[str, StoredTensor]:
-    """Return the ``wanted`` tensors. A line names others, such as masks and heads of training."""
-    extra = [name for name in stored if name not in wanted]
-    if extra:
-        names = ", ".join(extra[:3]) + ", ..." * (len(extra) > 3)
-        say(f"{folder.name} stores tensors that this model does not read: {names}")
-    return {name: tensor for name, tensor in stored.items() if name in wanted}
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -25,9 +25,7 @@ from model.config import LARGEST
 from model.errors import InputError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
-BYTE_LEVEL_SPACE = "Ġ"  # a space in byte-level pieces
 # tag of a chat template around an answer, which marks it for training
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -88,7 +86,8 @@ class Tokenizer:
             self.chat_template = plain_chat(settings.get("chat_template"))
         if (folder / "chat_template.jinja").exists():
             self.chat_template = read_text(folder / "chat_template.jinja")
-        self.placeholder = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(12))
+        private = range(0xE000, 0xF900)  # characters without a meaning
+        self.placeholder = "".join(chr(secrets.choice(private)) for _ in range(12))
         # raised by the libraries
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
             self._read_tokens(path, listed)
@@ -118,7 +117,7 @@ class Tokenizer:
         self.finder.normalizer = self.library.normalizer
         self.finder.add_tokens([*added.values(), *listed.values()])  # the last of a name counts
         decoder = self.library.decoder or decoders.Fuse()
-        self.byte_level = decoder.decode([BYTE_LEVEL_SPACE]) == " "
+        self.byte_level = decoder.decode(["Ġ"]) == " "
         self.adds_space = decoder.decode([SPACE_MARK + "a"]) == "a"
         self.pieces = pieces_of(vocabulary, added, self.special, self.byte_level)
         sample = [each for each in self.library.encode(SAMPLE).ids if each not in added]
