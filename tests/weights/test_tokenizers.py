@@ -515,12 +515,14 @@ def test_a_text_ends_at_every_id_that_the_folder_names(
 def test_tokens_that_the_settings_add_or_list_are_control_tokens(
     folders, kind, name, tokenizer, tmp_path
 ):
-    """Published files disagree at times: a control token of either file cannot be typed."""
+    """Published files disagree at times: a control token of either file cannot be typed, and the
+    settings say which blanks belong to it.
+    """
     pieces = [*tokenizer.pieces, name.encode()]
     number = pieces.index(name.encode())
     more = {
-        "added_tokens_decoder": {str(number): {"content": name, "special": True}},
-        "chat_template": "{{ messages[0].content }}" + name,
+        "added_tokens_decoder": {str(number): {"content": name, "special": True, "rstrip": True}},
+        "chat_template": "{{ messages[0].content }}" + name + "\n\n ",
     }
     write(tmp_path, **copy_of(folders[kind], tmp_path) | more)
     after = Tokenizer(tmp_path)
