@@ -29,8 +29,8 @@ SPACE_MARK = "▁"  # a space in sentencepiece's pieces
 # tag of a chat template around an answer, which marks it for training
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# of an added token: the blanks that belong to it, and where it is found
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+# of an added token: whether blanks before and after belong to it, and whether it may touch letters
+FLAGS = ("lstrip", "rstrip", "single_word")
 # a text whose tokens must be spelt as the file's own decoder spells them
 SAMPLE = "The quick brown fox isn't 12 years old.\n\n\tif (x != [3.5]):  naïve café — 日本語"
 
@@ -114,7 +114,6 @@ class Tokenizer:
         self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
         added = self.library.get_added_tokens_decoder()
         self.finder = tokenizers.Tokenizer(models.BPE())
-        self.finder.normalizer = self.library.normalizer
         self.finder.add_tokens([*added.values(), *listed.values()])  # the last of a name counts
         decoder = self.library.decoder or decoders.Fuse()
         self.byte_level = decoder.decode(["Ġ"]) == " "
@@ -177,8 +176,7 @@ class Tokenizer:
     def _split(self, text: str) -> list[int | str]:
         """Return the ids of the control tokens that a text names, and the texts between them.
 
-        A name counts as it is spelt, even where normalisation makes another text equal to it, and
-        not where it is hidden.
+        A name counts as it is spelt, before any normalisation, and not where it is hidden.
         """
         tokens = self.finder.get_added_tokens_decoder()
         found = self.finder.encode(text)
@@ -187,7 +185,7 @@ class Tokenizer:
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
             name = tokens[number].content
             is_hidden = text.startswith(self.placeholder, end)  # a name of one character
-            if name in self.special and name in text[begin:end] and not is_hidden:
+            if name in self.special and not is_hidden:
                 parts += text[rest:begin], self.special[name]
                 rest = end
         return [*parts, text[rest:]]
