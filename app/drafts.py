@@ -29,7 +29,7 @@ from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from model.errors import InputError
 from model.plan import FULL, LayerPlan
-from weights.load import model_folder, read_config
+from weights.load import model_folder
 from weights.memory import bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
 
@@ -221,27 +221,18 @@ def plan_in_words(plan: LayerPlan) -> str:
 
 
 def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
-    """Return a smaller model of the same vocabulary, with a cache of its own, which reads the
-    prompt when it first drafts.
+    """Return a smaller model of the same tokens, with a cache of its own, which reads the prompt
+    when it first drafts.
     """
     name = sample.options.draft_model
     folder = model_folder(name)
     if name not in session.draft_models:
-        config = read_config(folder)
-        theirs = Tokenizer(folder)
-        ours = session.tokenizer
-        vocabulary = session.model.vocab_size, ours.pieces, ours.special
-        if vocabulary != (config.vocab_size, theirs.pieces, theirs.special):
+        if not are_alike(session.tokenizer, Tokenizer(folder)):
             raise InputError(
                 f"{folder} has another vocabulary: a draft model must share the target's tokenizer"
             )
         session.draft_models[name] = session.loaded(folder)
     model = session.draft_models[name]
-    if model.max_positions < sample.source.longest:
-        raise InputError(
-            f"{folder} has a context of {model.max_positions} tokens: lower --max-new-tokens or"
-            " --context"
-        )
     if name not in slot.draft_caches:
         slot.draft_caches[name] = model.new_cache(slot.cache.capacity)
     cache = slot.draft_caches[name]
@@ -252,7 +243,21 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
 
         model = Together(model, target)
     drafter = ModelDrafter(model, cache)
-    return Strategy(f"draft model {folder.name}", drafter, FixedLength(GAMMA))
+    is_short = model.max_positions < sample.source.longest
+    until = f", up to its context of {model.max_positions} tokens" * is_short
+    return Strategy(f"draft model {folder.name}{until}", drafter, FixedLength(GAMMA))
+
+
+def are_alike(ours: Tokenizer, theirs: Tokenizer) -> bool:
+    """Return whether the ids that two tokenizers have in common are the same tokens.
+
+    One may have more tokens. A token without bytes, which is reserved or a control token, may have
+    another name or be text in the other, but a name has one id.
+    """
+    pairs = zip(ours.pieces, theirs.pieces, strict=False)
+    return all(a == b for a, b in pairs if a and b) and all(
+        theirs.special.get(name, number) == number for name, number in ours.special.items()
+    )
 
 
 def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:

@@ -10,6 +10,8 @@ from typing import Any
 
 from model.errors import InputError
 
+LFS_POINTER = b"version https://git-lfs"
+
 
 @contextmanager
 def explaining(
@@ -36,6 +38,15 @@ def read_text(path: Path | str) -> str:
     """Return the text of a UTF-8 file. Raises InputError with the path when it cannot be read."""
     with explaining(f"{path} cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
         return Path(path).read_text(encoding="utf-8")
+
+
+def check_is_fetched(path: Path) -> None:
+    """Raise InputError for a file that Git has not fetched yet, and for one that is missing."""
+    with explaining(f"{path} cannot be read"), path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise InputError(
+                f"{path} only points to a file that Git LFS keeps: run git lfs pull in its folder"
+            )
 
 
 def read_json(path: Path) -> Any:

@@ -69,7 +69,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> lis
         raise InputError(
             "--system needs a chat: leave out --no-chat, or use a model with a chat template"
         )
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, find_names=True)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> list[int]:

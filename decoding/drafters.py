@@ -8,6 +8,7 @@ text begins). The next ``propose`` receives the text.
 Knows nothing of files and options, nor of who chooses a drafter.
 """
 
+import math
 import sys
 from array import array
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.model_port import Model
@@ -140,12 +142,14 @@ def in_a_row(drafts: Sequence[Draft]) -> Draft:
 
 
 class ModelDrafter:
-    """Draft by a model: the target under a layer plan, or a smaller one of the same vocabulary.
+    """Draft by a model: the target under a layer plan, or a smaller one.
 
     Self-speculation shares the target's cache: a draft step reads the target's entries and writes
     its entries at new positions, which verification overwrites. Another model has a separate cache,
     which catches up with the text in the first step of a draft, so that a round whose draft was
-    accepted whole leaves no hole in it.
+    accepted whole leaves no hole in it. It drafts up to the end of its own context. Its vocabulary
+    may have another size, with the same tokens where both have any: q is 0 for a token that it
+    lacks, which it reads as its last one, and it drafts none that the target lacks.
 
     LayerSkip (arXiv 2404.16710, section 4.3.2) reuses the first layers of an exit's draft in its
     verification. Here they run again: the last drafted token must pass them anyway, and reading
@@ -164,6 +168,7 @@ class ModelDrafter:
         """Return a draft of up to ``limit`` tokens, drawn one by one from the model's
         distributions.
         """
+        limit = min(limit, self.model.max_positions + 1 - len(text))
         context = text.tensor(self.model.device)
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
         ends_at_eos = ends_at_end_of_text(text, policy, self.model.device)
@@ -182,7 +187,7 @@ class ModelDrafter:
                 break
             if extends:
                 context = torch.cat((context, step.tokens))
-        return in_a_row([self.empty, *draft])
+        return in_a_row([empty_draft(text.vocab_size, context.device), *draft])
 
     def _draw(
         self,
@@ -198,7 +203,7 @@ class ModelDrafter:
 
         None where nothing is allowed: an error only if the text comes to this place.
         """
-        logits = self._read(unread, len(text) + drafted - len(unread))
+        logits = self._read(unread, len(text) + drafted - len(unread), text.vocab_size)
         allowed = text.allowed(context[len(text) :], first=drafted)
         probs = distribution(logits, context, params, allowed)
         if allowed is not None and not probs.any():
@@ -206,15 +211,19 @@ class ModelDrafter:
         token = randomness.draw(probs[0], text.place(drafted))
         return Draft(token[None], probs, [logits])
 
-    def _read(self, tokens: Tensor, start: int) -> Tensor:
-        """Return the logits ``[1, vocab]`` after tokens ``[n]`` from ``start`` on, which enter the
-        cache.
+    def _read(self, tokens: Tensor, start: int, vocab_size: int) -> Tensor:
+        """Return the logits ``[1, vocab]`` of the target's vocabulary after tokens ``[n]`` from
+        ``start`` on, which enter the cache.
         """
+        lacking = vocab_size - self.model.vocab_size
+        if lacking > 0:
+            tokens = tokens.clamp(max=self.model.vocab_size - 1)
         if len(tokens) > CATCH_UP and self.plan is None:  # under a plan the layers' lengths differ
             self.model.prefill(tokens[None, :-1], self.cache, start)
             start += len(tokens) - 1
             tokens = tokens[-1:]
-        return self.model(tokens[None], self.cache, start, self.plan)[0, -1:]
+        logits = self.model(tokens[None], self.cache, start, self.plan)[0, -1:]
+        return F.pad(logits, (0, lacking), value=-math.inf) if lacking else logits
 
     def rollback(self, length: int) -> None:
         # All but the last token, which is the input of the next step, in draft and target alike.

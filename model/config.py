@@ -5,6 +5,7 @@ reads. Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and
 (``rope_parameters``).
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +13,18 @@ from typing import Any
 
 from model.errors import InputError
 
-ACTIVATIONS = {  # of the blocks, after the key that names it
-    "llama": ("hidden_act", "silu"),
-    "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
+ACTIVATIONS = {  # names of that of a block, after the key that holds one
+    "llama": ("hidden_act", "silu", "swish"),
+    "gemma2": ("hidden_activation", "gelu_pytorch_tanh", "gelu_new"),
 }
+# Factors by the kind of scaling. Dynamic scaling begins behind the model's context, where no text
+# here comes.
 ROPE_FACTORS = {
     "default": (),
+    "dynamic": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow"),
 }
 # A damaged file must not ask for more than can be built.
 LARGEST = 2**24  # of any whole number
@@ -106,7 +111,10 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: its base, and the factors of its ``kind`` of scaling."""
+    """Rotary position embedding: its base, and the factors of its ``kind`` of scaling.
+
+    Cosines and sines are multiplied by ``attention_factor``.
+    """
 
     theta: float
     kind: str
@@ -114,6 +122,9 @@ class Rope:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -162,8 +173,8 @@ def parse_config(source: Any) -> ModelConfig:
             "config.json: the checkpoint is quantised: use the original one, in plain float weights"
         )
     family = FAMILIES[_one_of("model_type", source.get("model_type"), FAMILIES)]
-    key, activation = ACTIVATIONS[family.block]
-    _one_of(key, source.get(key) or activation, [activation])
+    key, *activations = ACTIVATIONS[family.block]
+    _one_of(key, source.get(key) or activations[0], activations)
     _one_of("is_causal", source.get("is_causal", True), [True])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
     raw = {key: source[key] for key in source if key in family.keys or key not in UNREAD}
@@ -183,6 +194,10 @@ def parse_config(source: Any) -> ModelConfig:
     windows = {SLIDING: window if read("use_sliding_window", bool) else None, EVERYWHERE: None}
     max_positions = read("max_position_embeddings", int)
     ropes = _ropes(raw, family.two_ropes, max_positions)
+    for rope in ropes.values():
+        if rope.kind == "yarn":
+            extended = int(min(LARGEST, rope.factor * rope.original_max_positions))
+            max_positions = max(max_positions, extended)
     return ModelConfig(
         block=family.block,
         vocab_size=read("vocab_size", int),
@@ -255,14 +270,25 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     _one_of("rope type", kind, ROPE_FACTORS)
-    read = partial(_read, raw | scaling, {})
     _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
-    return Rope(
-        theta=read("rope_theta", float, 1e4),
-        kind=kind,
-        original_max_positions=read("original_max_position_embeddings", int, max_positions),
-        **{name: read(name, float) for name in ROPE_FACTORS[kind]},
-    )
+    read = partial(_read, raw | scaling, {"beta_fast": Rope.beta_fast, "beta_slow": Rope.beta_slow})
+    original = read("original_max_position_embeddings", int, max_positions)
+    extension = max_positions / original if kind == "yarn" else None
+    factors = {name: read(name, float, extension) for name in ROPE_FACTORS[kind]}
+    if kind == "yarn":
+        _one_of("truncate", read("truncate", bool, True), [True])
+        factors["attention_factor"] = _attention_factor_of_yarn(read, factors["factor"])
+    return Rope(read("rope_theta", float, 1e4), kind, original, **factors)
+
+
+def _attention_factor_of_yarn(read: Callable[..., Any], factor: float) -> float:
+    """Return the factor of cosines and sines (YaRN, arXiv 2309.00071, section 3.4), which a file
+    may give, or the ratio of two of another strength.
+    """
+    strengths = [read(name, float, optional=True) for name in ("mscale", "mscale_all_dim")]
+    above, below = strengths if all(strengths) else (1.0, 0.0)
+    growth = 0.1 * math.log(max(1, factor))
+    return read("attention_factor", float, (above * growth + 1) / (below * growth + 1))
 
 
 def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:

@@ -58,7 +58,8 @@ def inverse_frequencies(
 
     ``linear`` divides all frequencies by ``factor``. ``llama3`` keeps short wavelengths, divides
     the frequencies of those longer than the trained context by ``factor``, and interpolates
-    linearly in between, as published with Llama 3.1.
+    linearly in between, as published with Llama 3.1. ``yarn`` does the same, but interpolates
+    between pairs (arXiv 2309.00071, section 3.2).
     """
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
     frequencies = 1.0 / rope.theta ** (pairs / head_dim)
@@ -67,9 +68,25 @@ def inverse_frequencies(
     if rope.kind == "llama3":
         turns = rope.original_max_positions * frequencies / (2 * math.pi)
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = keep.clamp(0, 1)
-        return keep * frequencies + (1 - keep) * frequencies / rope.factor
-    return frequencies
+    elif rope.kind == "yarn":
+        first, last = yarn_borders(rope, head_dim)
+        keep = (last - pairs / 2) / (last - first)
+    else:
+        return frequencies
+    keep = keep.clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / rope.factor
+
+
+def yarn_borders(rope: Rope, head_dim: int) -> tuple[float, float]:
+    """Return the numbers of the pairs between which yarn interpolates: they turn ``beta_fast`` and
+    ``beta_slow`` times in the trained context.
+    """
+    turns = torch.tensor([rope.beta_fast, rope.beta_slow], dtype=torch.float64)
+    wavelengths = rope.original_max_positions / (2 * math.pi * turns)
+    pairs = head_dim / 2 * wavelengths.log() / math.log(rope.theta)
+    first = max(pairs[0].floor().item(), 0)
+    last = min(pairs[1].ceil().item(), head_dim - 1)
+    return first, last + 0.001 * (first == last)  # as in transformers, no division by 0
 
 
 @lru_cache(maxsize=8)
@@ -77,16 +94,16 @@ def inverse_frequencies(
 def rotary_table(
     rope: Rope, head_dim: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosine and signed sine (see ``rotate``) for ``[0, size)``: two
-    ``[size, head_dim]``.
+    """Return the cosine and signed sine (see ``rotate``) for ``[0, size)``, times the rope's
+    attention factor: two ``[size, head_dim]``.
     """
     wide = wide_dtype(dtype)
     angles = torch.outer(
         torch.arange(size, dtype=wide, device=device),
         inverse_frequencies(rope, head_dim, wide, device),
     )
-    cos = angles.cos()
-    sin = angles.sin()
+    cos = rope.attention_factor * angles.cos()
+    sin = rope.attention_factor * angles.sin()
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 

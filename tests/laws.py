@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -27,9 +28,10 @@ from model.plan import FULL, LOW_BITS, LayerPlan
 from tests.configs import small
 
 
-def draft_model(model: TableModel, cache: KVCache) -> Drafter:
-    """Another model, with the draft's table and a separate cache."""
-    draft = TableModel(model.tables[DRAFT_PLAN].exp())
+def draft_model(model: TableModel, cache: KVCache, tokens: int = 0) -> Drafter:
+    """Another model, with the draft's table and a separate cache, and ``tokens`` more or fewer."""
+    table = F.pad(model.tables[DRAFT_PLAN].exp(), (0, tokens), value=0.3)
+    draft = TableModel(table / table.sum(-1, keepdim=True))
     return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
 
 
@@ -48,6 +50,8 @@ NO_MODEL: dict[str, NewDrafter] = {
 TABLE_DRAFTERS: dict[str, NewDrafter] = {
     "plan": self_draft,
     "model": draft_model,
+    "model of fewer tokens": partial(draft_model, tokens=-1),
+    "model of more tokens": partial(draft_model, tokens=1),
     **NO_MODEL,
 }
 
@@ -130,9 +134,10 @@ def text_of(
     return Text(prompt, rules or Rules(1000), sizes, token_bytes)
 
 
-def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
-    """Another real module, with a separate cache."""
-    draft = tiny_model("llama", vocab=model.vocab_size, layers=1, seed=99).to(model.device)
+def small_draft_model(model: Decoder, cache: KVCache, tokens: int = 0) -> Drafter:
+    """Another real module, with a separate cache, and ``tokens`` more or fewer."""
+    vocab = model.vocab_size + tokens
+    draft = tiny_model("llama", vocab=vocab, layers=1, seed=99).to(model.device)
     return ModelDrafter(draft, draft.new_cache(model.max_positions))
 
 
@@ -151,6 +156,8 @@ REAL_DRAFTERS: dict[str, NewDrafter] = {
     "lowbit": low_bits,
     "window": lambda model, cache: ModelDrafter(model, cache, replace(LayerPlan.full(3), window=1)),
     "model": small_draft_model,
+    "model of fewer tokens": partial(small_draft_model, tokens=-1),
+    "model of more tokens": partial(small_draft_model, tokens=1),
     **NO_MODEL,
 }
 

@@ -29,6 +29,12 @@ transformers.logging.set_verbosity_error()
 
 CONTEXT = 48  # max_position_embeddings of every generated config
 VOCAB = 23
+ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
+YARN: list[dict[str, Any]] = [
+    {},
+    {"attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 2.0},
+    {"mscale": 1.0, "mscale_all_dim": 0.5},
+]
 
 
 class _LiftedTorch:
@@ -155,7 +161,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
 def ropes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """The rotary part of a config.json: every type that is served, in both layouts."""
     theta = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
-    rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(["default", "linear", "llama3"]))}
+    rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(ROPE_KINDS))}
     if rope["rope_type"] != "default":
         rope["factor"] = draw(st.sampled_from([1.0, 2.0, 8.0]))
     if rope["rope_type"] == "llama3":
@@ -164,6 +170,9 @@ def ropes(draw: st.DrawFn, family: str) -> dict[str, Any]:
             "low_freq_factor": low,
             "high_freq_factor": low * draw(st.sampled_from([2.0, 4.0])),
         }
+    if rope["rope_type"] == "yarn":
+        rope |= draw(st.sampled_from(YARN))
+    if rope["rope_type"] in ("llama3", "yarn"):
         # short: all three branches occur
         rope["original_max_position_embeddings"] = draw(st.sampled_from([8, 32]))
     layout = draw(st.sampled_from([4, 5]))

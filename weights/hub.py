@@ -13,10 +13,11 @@ from rich.filesize import decimal
 from app.files import one_line, read_json
 from model.config import ModelConfig, parse_config
 from model.errors import InputError
+from weights.load import INDEX, indexed_files
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES
 
-FILES = ["config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
+FILES = ["config.json", INDEX, "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
 NARROWEST = 2  # bytes per weight in bfloat16 and float16
 
 
@@ -30,7 +31,12 @@ def download(name: str, revision: str | None = None) -> Path:
         config = Path(hf_hub_download(name, "config.json", revision=revision))
         check_size(name, parse_config(read_json(config)))
         # the commit of this config.json, so that all files are of one version
-        return Path(snapshot_download(name, revision=config.parent.name, allow_patterns=FILES))
+        commit = config.parent.name
+        folder = Path(snapshot_download(name, revision=commit, allow_patterns=FILES))
+        if not (folder / "model.safetensors").exists():
+            shards = [path.name for path in indexed_files(folder)]
+            snapshot_download(name, revision=commit, allow_patterns=shards)
+        return folder
     except InputError:
         raise
     except Exception as error:  # of the hub, the network and their libraries

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from app.command_line import say
-from app.files import explaining, read_json
+from app.files import check_is_fetched, explaining, read_json, read_optional_json
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.device import multiplies_bf16
@@ -50,17 +51,35 @@ HEAD = "lm_head.weight"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
-IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkpoints carry
+INDEX = "model.safetensors.index.json"
+# what is often given in place of a model, by the ends of its names of files
+OTHER_FORMATS = {
+    ".gguf": "is in GGUF, the format of llama.cpp: give the original checkpoint, in safetensors",
+    "adapter_config.json": "is an adapter, not a model: merge it into its model by merge_and_unload"
+    " of peft, and save the result",
+}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Place, shape and dtype of a tensor in a safetensors file."""
+    """Place and shape of a tensor in a safetensors file, and its dtype there, a key of
+    STORED_DTYPES if it can be loaded.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    stored_as: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype. Raises InputError for one of quantised weights."""
+        if self.stored_as not in STORED_DTYPES:
+            raise InputError(
+                f"{self.file}: tensor {self.name!r:.100} is stored as {self.stored_as}: load the"
+                " original float weights, not a quantised checkpoint"
+            )
+        return STORED_DTYPES[self.stored_as]
 
     def read(self, cut: Cut = None) -> Tensor:
         """Return a copy of the tensor, or of the part that ``cut`` selects.
@@ -108,6 +127,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         from weights.hub import download  # its library takes long to import
 
         return download(name, revision)
+    refuse_other_formats(Path(name))
     known = sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
     remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
     if os.path.isfile(WEIGHTS / "configs" / name / "config.json"):
@@ -116,6 +136,14 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         f"no folder {name!r:.200} with a config.json, and weights/ holds {', '.join(known)}:"
         f" {remedy}"
     )
+
+
+def refuse_other_formats(path: Path) -> None:
+    """Raise InputError for a file, or a folder with a file, of another format than a model's."""
+    files = path.glob("*") if os.path.isdir(path) else [path]
+    for file, (end, remedy) in product(files, OTHER_FORMATS.items()):
+        if file.name.endswith(end):
+            raise InputError(f"{path} {remedy}")
 
 
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
@@ -151,8 +179,12 @@ def load_model(
     """
     config = read_config(folder)
     stored = stored_tensors(folder)
-    if config.tie_embeddings and {EMBEDDING, HEAD} <= stored.keys():
-        drop_tied_head(folder, stored)
+    dtype = dtype or stored[EMBEDDING].dtype
+    if config.tie_embeddings and HEAD in stored:
+        tied = (stored[name].read().to(dtype) for name in (EMBEDDING, HEAD))
+        if not torch.equal(*tied):  # as transformers does
+            config = replace(config, tie_embeddings=False)
+            say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
     with (
         torch.device("meta"),
         explaining(
@@ -162,11 +194,17 @@ def load_model(
         ),
     ):
         model = build(config)
+        extra = sorted(stored.keys() - model.state_dict().keys())  # masks, heads of training
+        stored = {name: tensor for name, tensor in stored.items() if name not in extra}
         # raises where names or shapes are others
-        model.load_state_dict({name: torch.empty(each.shape) for name, each in stored.items()})
+        model.load_state_dict(
+            {name: torch.empty(each.shape, dtype=each.dtype) for name, each in stored.items()}
+        )
+        if extra:
+            names = ", ".join(extra[:3]) + ", ..." * (len(extra) > 3)
+            say(f"{folder.name} stores tensors that this model does not read: {names}")
         if shard:
-            model = build(shard.local)
-    dtype = dtype or stored[EMBEDDING].dtype
+            model = build(replace(shard.local, tie_embeddings=config.tie_embeddings))
     state = {}
     for name, tensor in stored.items():
         state[name] = tensor.read(shard.cut(name) if shard else None).to(device, dtype)
@@ -174,20 +212,6 @@ def load_model(
             raise InputError(f"{folder}: numbers of {name} exceed float16: give --dtype float32")
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
-
-
-def drop_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
-    """Take out a stored head that repeats the embedding to which config.json ties it.
-
-    Raises InputError where they differ: libraries disagree on which of the two counts then.
-    """
-    embedding = stored[EMBEDDING].read()
-    if not torch.equal(stored.pop(HEAD).read().to(embedding.dtype), embedding):
-        raise InputError(
-            f"{folder}: config.json ties {HEAD} to {EMBEDDING}, but the stored tensors differ: set"
-            " tie_word_embeddings to false there to use both"
-        )
-    say(f"{folder.name} stores {HEAD}, which equals the tied {EMBEDDING}: one of them is loaded")
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -200,11 +224,14 @@ def read_config(folder: Path) -> ModelConfig:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
-    They are in one file or in shards. Pickles are not loaded, because opening one can run any code.
-    Raises InputError for a missing or damaged file, for quantised tensors and without an embedding.
+    They are in one file, in those that an index names, or else in shards. Pickles are not loaded,
+    because opening one can run any code. A tied head stands for an embedding that is not stored.
+    Raises InputError for a missing or damaged file, and without an embedding.
     """
-    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
+    files = sorted(folder.glob("model.safetensors")) or indexed_files(folder)
+    files = files or sorted(folder.glob("model-*.safetensors"))
     if not files:
+        refuse_other_formats(folder)
         raise InputError(
             f"{folder} holds no model.safetensors and no shards of it: fetch it again, or convert"
             " its weights with save_pretrained of transformers"
@@ -212,26 +239,29 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         for name, entry in read_header(path).items():
-            dtype = entry.get_dtype()
-            if dtype not in STORED_DTYPES:
-                raise InputError(
-                    f"{path}: tensor {name!r:.100} is stored as {dtype}: load the original float"
-                    " weights, not a quantised checkpoint"
-                )
             short = name.removeprefix("model.")
             if short in tensors:
                 raise InputError(
                     f"{path}: tensor {name!r:.100} is stored twice, also in"
                     f" {tensors[short].file.name}: remove the files of another download"
                 )
-            if not name.endswith(IGNORED_SUFFIX):
-                shape = tuple(entry.get_shape())
-                tensors[short] = StoredTensor(path, name, shape, STORED_DTYPES[dtype])
+            shape = tuple(entry.get_shape())
+            tensors[short] = StoredTensor(path, name, shape, entry.get_dtype())
+    if EMBEDDING not in tensors and HEAD in tensors and read_config(folder).tie_embeddings:
+        tensors[EMBEDDING] = tensors.pop(HEAD)
     if EMBEDDING not in tensors:
         raise InputError(
             f"{folder}: tensor {EMBEDDING} is missing: fetch the whole checkpoint again"
         )
     return tensors
+
+
+def indexed_files(folder: Path) -> list[Path]:
+    """Return the files that the index of a folder names: none without an index."""
+    index = folder / INDEX
+    weights = read_optional_json(index).get("weight_map", {})
+    with explaining(f"{index} is damaged: fetch it again", (AttributeError, TypeError)):
+        return [folder / name for name in sorted({*weights.values()})]
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -240,6 +270,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
     Raises InputError for a missing or damaged file.
     """
+    check_is_fetched(path)
     trouble = f"{path} is not a whole safetensors file, fetch or export it again"
     with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
         return {name: file.get_slice(name) for name in sorted(file.keys())}
@@ -255,7 +286,7 @@ def model_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
     stored = stored_tensors(folder)
     for name, tensor in sorted(stored.items()):
-        digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+        digest.update(f"{name} {tensor.shape} {STORED_DTYPES.get(tensor.stored_as)}".encode())
         with safe_open(tensor.file, framework="pt") as file:
             stored_bytes = bytes_of(file.get_tensor(tensor.name))  # mapped
         for sample in range(SAMPLES):

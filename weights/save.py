@@ -34,6 +34,7 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
         **{key: value for key, value in model.config.source.items() if key not in REPLACED},
         **{key: source[key] for key in TOKEN_IDS if key in source},
         "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.config.tie_embeddings,
         "torch_dtype": str(model.dtype).removeprefix("torch."),
     }
     with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):

@@ -8,7 +8,8 @@ alphabet with a character per byte, or by the rules of sentencepiece.
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -21,17 +22,20 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from app.files import explaining, read_optional_json, read_text
+from app.command_line import say
+from app.files import check_is_fetched, explaining, read_optional_json, read_text
 from model.config import LARGEST
 from model.errors import InputError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
-BYTE_LEVEL_SPACE = "Ġ"  # a space in byte-level pieces
 # tag of a chat template around an answer, which marks it for training
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# of an added token: whether blanks before and after belong to it, and whether it may touch letters
+FLAGS = ("lstrip", "rstrip", "single_word")
+# a text whose tokens must be spelt as the file's own decoder spells them
+SAMPLE = "The quick brown fox isn't 12 years old.\n\n\tif (x != [3.5]):  naïve café — 日本語"
 
 # Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
 # themselves, the others are, in order, the characters from U+0100 on.
@@ -42,11 +46,13 @@ BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
 
 
 class Tokenizer:
-    """Tokenizer of a model folder. Names of control tokens count in a chat template only: in a text
-    they are text, so that no user can end a turn by typing one.
+    """Tokenizer of a model folder. Names of control tokens count in a chat template and in a whole
+    prompt. In a message they are text, so that no user can end a turn by typing one.
 
     ``library``       the tokenizer that encodes and decodes, and ``normalise`` the function that a
                       text passes before it
+    ``finder``        a tokenizer that finds names of added tokens only, by the rules of each: which
+                      blanks belong to it, and where it counts
     ``byte_level``    whether pieces are byte-level
     ``bos``           the beginning-of-text token that tokenizer_config.json asks for, if any; where
                       it says nothing, ``file_decides_bos``
@@ -72,6 +78,7 @@ class Tokenizer:
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
             )
+        check_is_fetched(path)
         config = folder / "tokenizer_config.json"
         settings = read_optional_json(config)
         with explaining(
@@ -82,17 +89,11 @@ class Tokenizer:
             self.chat_template = plain_chat(settings.get("chat_template"))
         if (folder / "chat_template.jinja").exists():
             self.chat_template = read_text(folder / "chat_template.jinja")
-        self.placeholder = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(12))
+        private = range(0xE000, 0xF900)  # characters without a meaning
+        self.placeholder = "".join(chr(secrets.choice(private)) for _ in range(12))
         # raised by the libraries
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
-            self.library, self.normalise = read_library(path)
-            vocabulary = self.library.get_vocab(with_added_tokens=True)
-            self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
-            self.byte_level = self.library.decoder.decode([BYTE_LEVEL_SPACE]) == " "
-            self.adds_space = self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
-            self.pieces = pieces_of(vocabulary, self.special, self.byte_level)
-            # A token that the model does not have: its vocabulary was read before.
-            self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
+            self._read_tokens(path, listed)
         longest_first = sorted(self.special, key=len, reverse=True)
         self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
@@ -104,15 +105,52 @@ class Tokenizer:
             found = read_optional_json(folder / name).get("eos_token_id")
             if found is not None:
                 self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
+        if self.chat_template is not None:
+            self._check_end_of_turn(folder)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a plain prompt, after a beginning-of-text token where one is
-        expected.
+    def _read_tokens(self, path: Path, listed: Mapping[int, AddedToken]) -> None:
+        """Read a tokenizer file, with the control tokens that tokenizer_config.json has ``listed``.
+        Raises InputError for a decoder of another kind, and errors of any kind for a damaged file.
         """
-        ids = self.library.encode(
-            self.normalise(text), add_special_tokens=self.file_decides_bos
-        ).ids
-        return ids if self.bos is None else [self.bos, *ids]
+        self.library, self.normalise = read_library(path)
+        vocabulary = self.library.get_vocab(with_added_tokens=True)
+        self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
+        added = self.library.get_added_tokens_decoder()
+        self.finder = tokenizers.Tokenizer(models.BPE())
+        self.finder.add_tokens([*added.values(), *listed.values()])  # the last of a name counts
+        decoder = self.library.decoder or decoders.Fuse()
+        self.byte_level = decoder.decode(["Ġ"]) == " "
+        self.adds_space = decoder.decode([SPACE_MARK + "a"]) == "a"
+        self.pieces = pieces_of(vocabulary, added, self.special, self.byte_level)
+        sample = [each for each in self.library.encode(SAMPLE).ids if each not in added]
+        if self.decode(sample) != self.library.decode(sample):
+            raise InputError(
+                f"{path}: its decoder is neither byte-level nor that of sentencepiece, the kinds"
+                " that this project reads: use a model with one of them"
+            )
+        # A token that the model does not have: its vocabulary was read before.
+        self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
+
+    def _check_end_of_turn(self, folder: Path) -> None:
+        """Say so where the control token after an answer of the chat template ends no text."""
+        answer = self.placeholder
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        rest = ""
+        with suppress(InputError):
+            rest = self._render(turns, add_generation_prompt=False).partition(answer)[2]
+        end = next((part for part in self._split(rest) if isinstance(part, int)), None)
+        if end is not None and end not in self.eos_ids:
+            say(
+                f"{folder.name}: answers do not end at the chat template's end of turn: to end them"
+                f" there, add {end} to eos_token_id in its generation_config.json"
+            )
+
+    def encode(self, text: str, *, find_names: bool = False) -> list[int]:
+        """Return the token ids of a plain text, after a beginning-of-text token where one is
+        expected. With ``find_names``, names of control tokens in it are control tokens.
+        """
+        parts = self._split(text) if find_names else [text]
+        return self.encode_parts(*parts, begin=True)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the token ids of a text that continues another one: no beginning and no space
@@ -122,9 +160,9 @@ class Tokenizer:
             return self.library.encode(text, add_special_tokens=False).ids
         return [piece.id for piece in self.library.model.tokenize(text.replace(" ", SPACE_MARK))]
 
-    def encode_parts(self, *parts: int | str) -> list[int]:
+    def encode_parts(self, *parts: int | str, begin: bool = False) -> list[int]:
         """Return the token ids of texts and, given as ids, control tokens between them; nothing
-        before.
+        before, unless they ``begin`` a text.
 
         They are encoded together, because a text after a control token may be encoded differently
         from one at the beginning.
@@ -133,9 +171,27 @@ class Tokenizer:
         text = "".join(
             self.placeholder if isinstance(part, int) else self.normalise(part) for part in parts
         )
-        ids = self.library.encode(text, add_special_tokens=False).ids
+        ids = self.library.encode(text, add_special_tokens=begin and self.file_decides_bos).ids
         placeholder = self.library.token_to_id(self.placeholder)
-        return [next(control) if number == placeholder else number for number in ids]
+        bos = [] if self.bos is None or not begin else [self.bos]
+        return bos + [next(control) if number == placeholder else number for number in ids]
+
+    def _split(self, text: str) -> list[int | str]:
+        """Return the ids of the control tokens that a text names, and the texts between them.
+
+        A name counts as it is spelt, before any normalisation, and not where it is hidden.
+        """
+        tokens = self.finder.get_added_tokens_decoder()
+        found = self.finder.encode(text)
+        parts: list[int | str] = []
+        rest = 0
+        for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
+            name = tokens[number].content
+            is_hidden = text.startswith(self.placeholder, end)  # a name of one character
+            if name in self.special and not is_hidden:
+                parts += text[rest:begin], self.special[name]
+                rest = end
+        return [*parts, text[rest:]]
 
     def encode_chat(
         self,
@@ -156,11 +212,11 @@ class Tokenizer:
         hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
         given = json.loads(self._hide_names(json.dumps(dict(variables), ensure_ascii=False)))
         rendered = self._render(hidden, given) + self._hide_names(answer)
-        # The names that the template has, and the texts between them. A hidden name does not match:
-        # it is in pieces, or one character before a placeholder.
-        parts = re.split(f"({self.any_name.pattern})(?!{self.placeholder})", rendered)
         return self.encode_parts(
-            *(self.special.get(part, part.replace(self.placeholder, "")) for part in parts)
+            *(
+                part if isinstance(part, int) else part.replace(self.placeholder, "")
+                for part in self._split(rendered)
+            )
         )
 
     def _hide_names(self, text: str) -> str:
@@ -169,7 +225,13 @@ class Tokenizer:
             lambda found: "".join(character + self.placeholder for character in found[0]), text
         )
 
-    def _render(self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any]) -> str:
+    def _render(
+        self,
+        messages: Sequence[dict[str, str]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the text of a conversation by the chat template, with these variables and those of
         transformers.
         """
@@ -191,7 +253,7 @@ class Tokenizer:
             return as_text(
                 environment.from_string(template).render(
                     messages=messages,
-                    add_generation_prompt=True,
+                    add_generation_prompt=add_generation_prompt,
                     tools=None,
                     documents=None,
                     raise_exception=refuse,
@@ -216,9 +278,8 @@ class Tokenizer:
         return data.removeprefix(b" " if self.adds_space else b"").decode("utf-8", errors="replace")
 
 
-def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the names of tokens by role, and ids of control tokens by name, from
-    tokenizer_config.json.
+def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, AddedToken]]:
+    """Return the names of tokens by role, and control tokens by id, from tokenizer_config.json.
 
     Raises errors of several kinds for a form that transformers does not write.
     """
@@ -227,12 +288,17 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, in
         key: as_text(name["content"] if isinstance(name, dict) else name)
         for key, name in given.items()
     }
-    listed = (settings.get("added_tokens_decoder") or {}).items()
-    control = {
-        as_text(entry["content"]): int(number) for number, entry in listed if entry["special"]
+    listed = {
+        int(number): AddedToken(
+            as_text(entry["content"]),
+            special=True,
+            **{flag: entry.get(flag, False) for flag in FLAGS},
+        )
+        for number, entry in (settings.get("added_tokens_decoder") or {}).items()
+        if entry["special"]
     }
-    token_ids([*control.values()], "added_tokens_decoder")
-    return names, control
+    token_ids([*listed], "added_tokens_decoder")
+    return names, listed
 
 
 def plain_chat(template: Any) -> str | None:
@@ -294,7 +360,11 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     control = [
         piece for n, piece in enumerate(pieces) if library.IsControl(n) or library.IsUnknown(n)
     ]
-    ranks = {piece: -library.GetScore(n) for n, piece in enumerate(pieces) if not library.IsByte(n)}
+    ranks = {
+        piece: -library.GetScore(n)
+        for n, piece in enumerate(pieces)
+        if piece not in control and not library.IsByte(n)
+    }
     if any(rank % 1 for rank in ranks.values()):
         raise InputError(f"{path} is no byte-pair encoding: give the model a tokenizer.json")
     whole = [
@@ -302,7 +372,7 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
         for each, rank in ranks.items()
         if rank == 0 and each in library.SampleEncodeAsPieces(each, -1, 1.0)
     ]
-    words = ranks.keys() - {*whole, *control}
+    words = ranks.keys() - {*whole}
     merges = [
         (word[:cut], word[cut:])
         for word in sorted(words, key=lambda word: (ranks[word], word))
@@ -319,7 +389,14 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
         )
     )
     adds_space = library.DecodePieces([SPACE_MARK + "a"]) == "a"
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always" if adds_space else "never")
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE_MARK, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", int(adds_space), 0),
+        ]
+    )
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in whole])
     if (bos := library.bos_id()) >= 0:
@@ -347,7 +424,7 @@ def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
 def control_tokens(
     library: tokenizers.Tokenizer,
     vocabulary: Mapping[str, int],
-    listed: Mapping[str, int],
+    listed: Mapping[int, AddedToken],
     names: Iterable[str],
 ) -> dict[str, int]:
     """Return the ids of control tokens by name: those of the tokenizer file, and those that
@@ -361,34 +438,36 @@ def control_tokens(
         for number, token in library.get_added_tokens_decoder().items()
         if token.special
     }
-    more = {*listed, *names} & vocabulary.keys() - own.keys()
+    given = {token.content: number for number, token in listed.items()}
+    more = {*given, *names} & vocabulary.keys() - own.keys()
     library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
-    return {**listed, **{each: vocabulary[each] for each in more}, **own}
+    return {**given, **{each: vocabulary[each] for each in more}, **own}
 
 
 def pieces_of(
-    vocabulary: Mapping[str, int], special: Mapping[str, int], byte_level: bool
+    vocabulary: Mapping[str, int],
+    added: Container[int],
+    special: Mapping[str, int],
+    byte_level: bool,
 ) -> list[bytes]:
     """Return the bytes of each token by its id: none for control tokens and for ids without a
-    token.
+    token. An ``added`` token is plain text, also where other pieces are byte-level.
     """
     largest = max(*vocabulary.values(), *special.values())
     token_ids(largest, "its largest token id")  # a damaged file must not ask for a billion
     pieces = [b""] * (1 + largest)
     for piece in vocabulary.keys() - special.keys():
-        pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
+        number = vocabulary[piece]
+        is_text = byte_level and number in added
+        pieces[number] = piece.encode() if is_text else piece_bytes(piece, byte_level)
     return pieces
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """Return the bytes of a piece, byte-level or of sentencepiece.
-
-    A byte-level piece with a character outside the alphabet is an added token, in plain text.
-    Sentencepiece writes a raw byte as ``<0x0A>``.
+    """Return the bytes of a piece, byte-level or of sentencepiece, which writes a raw byte as
+    ``<0x0A>``.
     """
     if byte_level:
-        if not BYTE_OF_CHARACTER.keys() >= set(piece):
-            return piece.encode()
         return bytes(BYTE_OF_CHARACTER[character] for character in piece)
     byte = BYTE_PIECE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()

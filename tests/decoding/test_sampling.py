@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 from decoding.sampling import SamplingParams, distribution, filtered
 from decoding.text import Rules
 from tests.laws import text_of
+from tests.refusal import refusal
 
 VOCAB = 8
 scores = st.sampled_from([-math.inf, -20.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0, 2.0, 7.5, 30.0])

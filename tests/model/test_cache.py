@@ -146,6 +146,7 @@ REFUSED = {
         1,
         "layer 1: writing at 5 leaves a hole after 4 entries",
     ),
+    "fewer than none": (FULL, -5, 0, 1, "cannot be cut to -5 positions"),
     "beyond the capacity": (FULL, 5, 5, 2, "position 6 is outside the cache's 6 positions"),
 }
 PREPARED = {
@@ -169,6 +170,6 @@ def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(
     cache = model.new_cache(6)
     model(torch.arange(4)[None], cache, 0)
     model(torch.tensor([[1]]), cache, 4, plan)
-    cache.truncate(length)
     with pytest.raises(ValueError, match=message):
+        cache.truncate(length)
         model(torch.arange(count)[None], cache, start)

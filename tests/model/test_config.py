@@ -1,10 +1,15 @@
 """config.json: defaults, variants, and refusals with their messages."""
 
+import copy
 import re
 
 import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.config import FAMILIES, Rope, parse_config
+from model.layers import inverse_frequencies, rotary_table
 from tests.refusal import refusal
 
 LLAMA = {
@@ -143,6 +148,45 @@ def test_keys_that_a_family_does_not_read_change_nothing():
         assert parse_config(raw | ignored) == parse_config(raw)
 
 
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "attention_factor", "context"),
+    [
+        # DeepSeek-R1-0528-Qwen3-8B; attention_factor alone, and with a factor
+        (YARN | {"factor": 4.0}, 1.1386, 128),
+        (YARN | {"factor": 64.0, "attention_factor": 1.0}, 1.0, 2048),
+        (YARN | {"factor": None}, 1.0693, 64),
+        (YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0, 1280),
+        (YARN | {"factor": 4.0, "beta_fast": 8, "beta_slow": 2}, 1.1386, 128),
+        ({"rope_type": "dynamic", "factor": 4.0}, 1.0, 64),
+    ],
+    ids=str,
+)
+def test_scaled_frequencies_and_their_attention_factor_are_those_of_transformers(
+    scaling, attention_factor, context
+):
+    """In the context that the trained one is extended to by yarn."""
+    raw = LLAMA | {"rope_parameters": scaling | {"rope_theta": 100.0}}
+    config = parse_config(raw)
+    rope = config.ropes[0]
+    oracle = transformers.LlamaConfig(**copy.deepcopy(raw))
+    expected, factor = ROPE_INIT_FUNCTIONS[rope.kind](oracle)
+    found = inverse_frequencies(rope, config.head_dim, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(found, expected)
+    assert rope.attention_factor == pytest.approx(factor)
+    assert factor == pytest.approx(attention_factor, abs=1e-4) and config.max_positions == context
+    cos, sin = rotary_table(rope, 4, 1, torch.float32, torch.device("cpu"))
+    assert cos.tolist() == [[pytest.approx(factor)] * 4] and not sin.any()
+
+
+@pytest.mark.parametrize(("raw", "name"), [(LLAMA, "swish"), (GEMMA, "gelu_new")])
+def test_an_activation_may_have_another_name(raw, name):
+    key = {"llama": "hidden_act", "gemma2": "hidden_activation"}[raw["model_type"]]
+    assert parse_config(raw | {key: name}) == parse_config(raw)
+
+
 REFUSED = [
     ([], "must hold one JSON object"),
     (
@@ -153,6 +197,10 @@ REFUSED = [
     (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not"),
     (QWEN2 | {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     (
+        LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
+        "truncate False is not supported",
+    ),
+    (
         GEMMA3 | {"rope_parameters": {"rope_type": "default"}},
         "layer type of rope_parameters 'rope_type' is not supported",
     ),
@@ -160,10 +208,6 @@ REFUSED = [
     (
         LLAMA | {"quantization_config": {"quant_method": "gptq"}},
         "is quantised: use the original one",
-    ),
-    (
-        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope type 'yarn' is not supported",
     ),
     (
         GEMMA | {"rope_parameters": {FULL: {"rope_type": "default"}}},

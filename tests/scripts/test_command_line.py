@@ -19,7 +19,7 @@ import torch
 import generate
 from app import device
 from tests.commands import Run
-from tests.folders import LLAMA, write_folder
+from tests.folders import END, LLAMA, write_folder
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
@@ -136,6 +136,31 @@ def test_a_budget_beyond_the_context_is_cut_with_a_line(run: Run, model: str) ->
     assert "context" not in run("a", "--model", model, "--max-new-tokens", "9").err
 
 
+def test_a_draft_model_may_have_more_or_fewer_tokens_with_other_reserved_names_and_less_context(
+    run: Run, model: str, tmp_path: Path
+) -> None:
+    """The text is the plain one. A model of other tokens is refused."""
+    changes = {"vocab_size": LLAMA["vocab_size"] + 8, "max_position_embeddings": 8}
+    other = write_folder(tmp_path / "other", {**LLAMA, **changes})
+    tokens = (other / "tokenizer.json").read_text()
+    ways = ["abcdef", "--max-new-tokens", "12", "--model"]
+    drafts = ["--draft", "model", "--draft-model"]
+    plain = run(*ways, model, "--draft", "none").out
+    (other / "tokenizer.json").write_text(tokens.replace(END, "<|reserved|>"))
+    assert run(*ways, other, *drafts, model).status == 0
+    drafted = run(*ways, model, *drafts, other)
+    assert drafted.out == plain and ", up to its context of 8 tokens" in drafted.err
+    swapped = tokens.replace('"x":', '"?":').replace('"y":', '"x":').replace('"?":', '"y":', 1)
+    (other / "tokenizer.json").write_text(swapped)
+    assert "must share the target's" in run(*ways, model, *drafts, other).complaint
+
+
+def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20})
+    said = run("zebra", "--model", folder).complaint
+    assert "the tokenizer does not belong to this model" in said
+
+
 def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, model: str) -> None:
     outcome = run(
         *["the hen", "--model", model, "--draft", "exit", "--temperature", "1", "--seed", "4"],
@@ -225,29 +250,12 @@ def test_a_piped_standard_input_is_the_prompt_where_no_other_is_given(
     assert run("the hen", *common).out == given
 
 
-DRAFT = "--model {model} --draft model --draft-model {other}"
-
-
-@pytest.mark.parametrize(
-    ("change", "command", "said"),
-    [
-        ({"vocab_size": 270}, DRAFT, "must share the target's tokenizer"),
-        ({"max_position_embeddings": 8}, DRAFT, "has a context of 8 tokens"),
-        ({"vocab_size": 20}, "--model {other}", "the tokenizer does not belong to this model"),
-        (
-            {"hidden_size": 16},
-            "--model {other} --draft skip --plan {other}/of_model",
-            "was made for another model than",
-        ),
-    ],
-)
-def test_another_models_draft_tokenizer_or_plan_is_refused(
-    change: dict[str, int], command: str, said: str, run: Run, model: str, tmp_path: Path
-) -> None:
-    write_folder(tmp_path, {**LLAMA, **change})
-    plan = {"attn": [1], "model": model_fingerprint(Path(model))}
-    (tmp_path / "of_model").write_text(json.dumps(plan))
-    assert said in run("abcdef", *command.format(model=model, other=tmp_path).split()).complaint
+def test_a_plan_of_another_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    other = write_folder(tmp_path, {**LLAMA, "hidden_size": 16})
+    plan = other / "of_model"
+    plan.write_text(json.dumps({"attn": [1], "model": model_fingerprint(Path(model))}))
+    said = run("abcdef", "--model", other, "--draft", "skip", "--plan", plan).complaint
+    assert "was made for another model than" in said
 
 
 # --serve

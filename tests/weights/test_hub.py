@@ -150,6 +150,17 @@ def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
 
 
 @pytest.mark.usefixtures("hub")
+def test_shards_of_any_name_come_by_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = {"weight_map": {"model.embed_tokens.weight": "weights.1.safetensors"}}
+    files = {name: Page.files[name] for name in ("config.json", "consolidated.safetensors")}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    monkeypatch.setattr(Page, "files", files | {"weights.1.safetensors": b"tensors"})
+    found = model_folder("hub/sharded")
+    assert (found / "weights.1.safetensors").read_bytes() == b"tensors"
+    assert "consolidated.safetensors" not in fetched("hub/sharded")
+
+
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("name", CANNOT_RUN)
 def test_a_model_that_cannot_run_is_refused_by_its_config_alone(name: str) -> None:
     assert CANNOT_RUN[name][1] in refusal(model_folder, name)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from app import plan_file
 from app.plan_file import DraftPlan, read_plan
@@ -36,6 +37,7 @@ from weights.load import (
     model_folder,
     pick_dtype,
 )
+from weights.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SMALL, SMALL_GEMMA2 = LLAMA | SIZES, GEMMA2 | SIZES
@@ -83,30 +85,69 @@ def test_a_file_gives_copies_of_its_tensors_in_the_wanted_dtype_or_else_their_ow
         assert_holds(model, state, wanted or stored)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_stored_head_that_equals_the_tied_embedding_is_accepted_and_said(
-    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+EMBEDDING = "model.embed_tokens.weight"
+EXTRA = {
+    "v_head.summary.weight": torch.zeros(1, 16),
+    "model.mtp.layers.0.norm.weight": torch.zeros(16),
+    "model.layers.0.self_attn.bias": torch.zeros(4, 4, dtype=torch.bool),
+    "model.embeddings.position_ids": torch.arange(4),
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "has_embedding", "extra", "holds_head", "said"),
+    [
+        (lambda rows: rows.clone(), True, {}, False, "does not read: lm_head.weight"),
+        (lambda rows: rows.float() + 1e-9, True, {}, False, "does not read: lm_head.weight"),
+        (lambda rows: rows + 1, True, {}, True, "tied in config.json, differ: both stay"),
+        (lambda rows: rows.clone(), False, {}, False, ""),
+        (None, True, EXTRA, False, "not read: embeddings.position_ids, layers.0.self_attn.bias, "),
+    ],
+    ids=["equal", "equal after rounding", "another", "a head alone", "extra"],
+)
+def test_a_tied_head_and_extra_tensors_are_those_of_transformers(
+    head: Callable[[Tensor], Tensor] | None,
+    has_embedding: bool,
+    extra: dict[str, Tensor],
+    holds_head: bool,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In its dtype or another; and one that differs is refused, since libraries disagree on it."""
-    state = random_state(TIED, dtype=torch.bfloat16)
-    head = state["model.embed_tokens.weight"].to(dtype, copy=True)
-    folder = write_folder(tmp_path, TIED, state | {"lm_head.weight": head})
-    assert_holds(load_model(folder), state, torch.bfloat16)
-    assert "equals the tied embed_tokens.weight" in capsys.readouterr().err
-    write_folder(tmp_path, TIED, state | {"lm_head.weight": head + 1})
-    assert "set tie_word_embeddings to false there" in refusal(load_model, tmp_path)
+    """A stored head that differs from the tied embedding is kept; a line says what is not read."""
+    state = random_state(TIED, dtype=torch.bfloat16) | extra
+    if head:
+        state["lm_head.weight"] = head(state[EMBEDDING])
+    if not has_embedding:
+        del state[EMBEDDING]
+    model = load_model(write_folder(tmp_path, TIED, state), torch.bfloat16)
+    assert (model.lm_head is not None) == (not model.config.tie_embeddings) == holds_head
+    found = capsys.readouterr().err
+    assert said in found and found.count("\n") == bool(said)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = oracle(torch.tensor([[1, 2, 3]])).logits
+    torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])), expected, rtol=0, atol=0.1)
 
 
-def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model-{}-of-3.safetensors", "pytorch_model.{}.safetensors"])
+def test_shards_give_the_tensors_they_hold(name: str, tmp_path: Path) -> None:
+    """Those that the index names, and no others; without one, those of the usual names."""
     state, folder = random_state(SMALL), write_json(tmp_path, SMALL)
-    for number in range(3):
-        shard = dict(list(state.items())[number::3])
-        save_file(shard, folder / f"model-{number:05}-of-00003.safetensors")
+    places = {tensor: name.format(number % 3) for number, tensor in enumerate(state)}
+    for file in {*places.values()}:
+        held = {tensor: state[tensor] for tensor in state if places[tensor] == file}
+        save_file(held, folder / file)
+    if name.startswith("model-"):
+        assert_holds(load_model(folder), state, torch.float32)
+    write_json(folder, {"weight_map": places}, "model.safetensors.index.json")
+    save_file(
+        {EMBEDDING: torch.zeros(1)}, folder / "model-9-of-9.safetensors"
+    )  # of another download
     assert_holds(load_model(folder), state, torch.float32)
-    first, second, _ = sorted(folder.glob("*.safetensors"))
-    for missing, said in (second, "Missing key"), (first, "embed_tokens.weight is missing"):
-        missing.unlink()
-        assert said in refusal(load_model, folder)
+    (folder / places[EMBEDDING]).unlink()
+    assert f"{places[EMBEDDING]} cannot be read: No such" in refusal(load_model, folder)
+    write_json(folder, {"weight_map": [1]}, "model.safetensors.index.json")
+    assert "model.safetensors.index.json is damaged" in refusal(load_model, folder)
 
 
 # The shard of one of several processes
@@ -171,24 +212,20 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
     ("change", "said"),
     [
         ({UP: None}, ["Missing key", "layers.1.mlp.up_proj.weight"]),
-        (
-            {"model.layers.1.mlp.up_proj.bias": torch.zeros(24)},
-            ["Unexpected key", "layers.1.mlp.up_proj.bias"],
-        ),
         ({UP: torch.zeros(16, 24)}, ["up_proj.weight", "[16, 24]", "[24, 16]"]),
         ({UP.removeprefix("model."): torch.zeros(24, 16)}, [UP, "is stored twice"]),
-        # the config ties it to the embedding
-        ({"lm_head.weight": torch.zeros(24, 16)}, ["lm_head.weight"]),
+        ({EMBEDDING: None}, ["embed_tokens.weight is missing"]),
         ({UP: torch.zeros(24, 16, dtype=torch.int8)}, [UP, "quantised"]),
+        ({UP: torch.full((24, 16), 1e5)}, [UP.removeprefix("model."), "exceed float16: give --dt"]),
     ],
-    ids=["missing", "extra", "turned", "twice", "head", "int8"],
+    ids=["missing", "turned", "twice", "no embedding", "int8", "large"],
 )
 def test_a_wrong_tensor_is_named(
     tmp_path: Path, change: dict[str, Tensor | None], said: list[str]
 ) -> None:
     state = random_state(TIED) | change
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    message = refusal(load_model, write_folder(tmp_path, TIED, state))
+    message = refusal(load_model, write_folder(tmp_path, TIED, state), torch.float16)
     assert all(part in message for part in said), message
 
 
@@ -199,6 +236,34 @@ def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
     assert "model.safetensors is not a whole safetensors file" in refusal(load_model, tmp_path)
     file.rename(tmp_path / "pytorch_model.bin")  # a pickle, which is not opened
     assert "holds no model.safetensors and no shards" in refusal(load_model, tmp_path)
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "model.safetensors",
+            "model.safetensors only points to a file that Git LFS keeps: run git lfs",
+        ),
+        ("tokenizer.json", "tokenizer.json only points to a file that Git LFS keeps: run git lfs"),
+        ("model-q4.gguf", "is in GGUF, the format of llama.cpp: give the original checkpoint"),
+        ("adapter_config.json", "is an adapter, not a model: merge it into its model"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(name: str, said: str, tmp_path: Path) -> None:
+    """With a config.json beside it or without one."""
+    write_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    write_json(tmp_path, LFS_POINTER, name)
+    read = Tokenizer if name == "tokenizer.json" else load_model
+    assert said in refusal(read, tmp_path)
+    (tmp_path / "config.json").unlink()
+    if "points" not in said:
+        assert said in refusal(model_folder, str(tmp_path))
+        assert said in refusal(model_folder, str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -483,10 +548,3 @@ def test_a_gpu_has_four_bits_where_a_kernel_takes_them(
     monkeypatch.setattr("model.fast.find_spec", lambda _: has_triton or None)
     found = [gpu_bits(torch.device("cuda"), dtype) for dtype in (BF16, F16, F32)]
     assert found == [bfloat16, *[others if has_triton else ()] * 2]
-
-
-def test_numbers_that_exceed_float16_are_refused_by_name(tmp_path: Path) -> None:
-    state = random_state(SMALL, dtype=torch.bfloat16) | {UP: torch.full((24, 16), 1e5)}
-    said = refusal(load_model, write_folder(tmp_path, SMALL, state), torch.float16)
-    assert f"numbers of {UP.removeprefix('model.')} exceed float16" in said
-    assert load_model(tmp_path, torch.float32).dtype == torch.float32

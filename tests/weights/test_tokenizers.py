@@ -4,6 +4,7 @@ a user types.
 
 import io
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,17 @@ def write(folder: Path, **settings_: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
 
 
-def sentencepiece_model(model_type: str = "bpe", **options: Any) -> bytes:
+def sentencepiece_model(
+    model_type: str = "bpe", corpus: list[str] = CORPUS, byte_fallback: bool = True, **options: Any
+) -> bytes:
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
+        sentence_iterator=iter(corpus),
         model_writer=out,
         model_type=model_type,
         vocab_size=420,
         hard_vocab_limit=False,
-        byte_fallback=True,
+        byte_fallback=byte_fallback,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,
@@ -99,6 +102,16 @@ def gemma_model() -> bytes:
     )
 
 
+def file_of(model: Any, trainer: Any, decoder: Any) -> bytes:
+    """A tokenizer.json of another kind, trained on the corpus."""
+    library = Library(model)
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.train_from_iterator(CORPUS, trainer)
+    if decoder is not None:
+        library.decoder = decoder
+    return library.to_str().encode()
+
+
 def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Vocabulary and merges of a sentencepiece model, as the tokenizers library wants them."""
     library = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -113,7 +126,9 @@ def llama_2_sentencepiece(folder: Path) -> None:
     )
 
 
-def llama_2_json(folder: Path) -> None:
+def llama_2_json(
+    folder: Path, added: tuple[AddedToken, ...] = (), chat_template: str = LLAMA_2_TURNS
+) -> None:
     """As transformers 4 converted it: a normalizer puts the mark before every stretch of text."""
     vocabulary, merges = bpe_of(llama_2_model())
     library = Library(
@@ -134,15 +149,30 @@ def llama_2_json(folder: Path) -> None:
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
     library.add_special_tokens(
-        [AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")]
+        [AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")] + [*added]
     )
     library.save(str(folder / "tokenizer.json"))
     write(
         folder,
         bos_token="<s>",
         eos_token={"__type": "AddedToken", "content": "</s>"},
-        chat_template=LLAMA_2_TURNS,
+        chat_template=chat_template,
     )
+
+
+def phi_3(folder: Path) -> None:
+    """Blanks after a control token belong to it, and some other rules."""
+    added = (
+        AddedToken("<|user|>", rstrip=True, normalized=False),
+        AddedToken("<|assistant|>", rstrip=True, lstrip=True, normalized=False),
+        AddedToken("<|end|>", rstrip=True, normalized=False),
+        AddedToken("turn", single_word=True, normalized=False),
+    )
+    turns = (
+        "{% for message in messages %}<|{{ message.role }}|>\n {{ message.content }}  <|end|>\n"
+        " {% endfor %}return turn  <|assistant|>\n"
+    )
+    llama_2_json(folder, added, turns)
 
 
 def llama_2_saved_by_transformers_5(folder: Path) -> None:
@@ -222,6 +252,7 @@ KINDS = {
     "gemma, sentencepiece": gemma_sentencepiece,
     "gemma, json": gemma_json,
     "llama-3": llama_3,
+    "phi-3": phi_3,
     "smollm2": lambda folder: copy_of(fetch(), folder),
 }
 SENTENCEPIECE_TWIN = {
@@ -277,13 +308,14 @@ def oracle(folders: dict[str, Path], kind: str) -> Any:
 def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(
     tokenizer, oracle, kind, data
 ):
-    """The name of a control token is text when a user types it. Inside another text, no space comes
-    before it.
+    """The name of a control token is text, unless names are looked for. Inside another text, no
+    space comes before it.
     """
     named = st.sampled_from([*sorted(tokenizer.special), "<", "|>"])
     text = data.draw(st.lists(named | plain_texts, max_size=5).map("".join))
     ids = tokenizer.encode(text)
     assert ids == oracle.encode(text, split_special_tokens=True)
+    assert tokenizer.encode(text, find_names=True) == oracle.encode(text)
     # that one gives "a" and " a" equal ids
     assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))
     # SmolLM2's vocabulary lacks some bytes, such as those of control characters
@@ -363,6 +395,28 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(tokenizer, oracle
     assume(not any(name in message["content"] for message in messages for name in control))
     expected = oracle.apply_chat_template(messages, add_generation_prompt=True)
     assert tokenizer.encode_chat(messages) == expected["input_ids"]
+
+
+def test_a_name_counts_as_it_is_spelt_whatever_normalisation_makes_of_it(folders, tmp_path):
+    """What a user types, and is normalised to it, is text."""
+    settings_ = copy_of(folders["llama-3"], tmp_path)
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    library.add_special_tokens([AddedToken("<|END|>", normalized=True)])
+    library.add_tokens([AddedToken("café", normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, **settings_ | {"chat_template": "{{ messages[0].content }} <|END|>"})
+    tokenizer, oracle = (
+        read(tmp_path) for read in (Tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained)
+    )
+    end = tokenizer.special["<|END|>"]
+    text = "Ａ <|END|><|eot_id|> Fuß"
+    assert tokenizer.encode(text, find_names=True) == oracle.encode(text)
+    for typed in ("＜|end|＞", "<|END|>"):
+        ids = tokenizer.encode_chat([USER | {"content": typed}])
+        assert ids.count(end) == 1 and tokenizer.decode(ids) == "<|end|> "
+    # bytes of an added token are its text, though these characters could spell others
+    assert tokenizer.decode(tokenizer.encode("un café")) == "un café"
 
 
 @every_kind
@@ -452,11 +506,16 @@ def test_the_template_beside_the_settings_and_the_default_of_several(settings_of
         ({}, {"<|eot_id|>"}),
     ],
 )
-def test_a_text_ends_at_every_id_that_the_folder_names(settings_of_copy, tmp_path, files, expected):
+def test_a_text_ends_at_every_id_that_the_folder_names(
+    settings_of_copy, tmp_path, files, expected, capsys
+):
+    """A line says so where the template's end of turn is none of them."""
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.eos_ids == {tokenizer.special.get(end, end) for end in expected}
+    said = f"add {tokenizer.special['<|eot_id|>']} to eos_token_id in its generation_config.json"
+    assert (said in capsys.readouterr().err) == ("<|eot_id|>" not in expected)
 
 
 @pytest.mark.parametrize(
@@ -467,12 +526,14 @@ def test_a_text_ends_at_every_id_that_the_folder_names(settings_of_copy, tmp_pat
 def test_tokens_that_the_settings_add_or_list_are_control_tokens(
     folders, kind, name, tokenizer, tmp_path
 ):
-    """Published files disagree at times: a control token of either file cannot be typed."""
+    """Published files disagree at times: a control token of either file cannot be typed, and the
+    settings say which blanks belong to it.
+    """
     pieces = [*tokenizer.pieces, name.encode()]
     number = pieces.index(name.encode())
     more = {
-        "added_tokens_decoder": {str(number): {"content": name, "special": True}},
-        "chat_template": "{{ messages[0].content }}" + name,
+        "added_tokens_decoder": {str(number): {"content": name, "special": True, "rstrip": True}},
+        "chat_template": "{{ messages[0].content }}" + name + "\n\n ",
     }
     write(tmp_path, **copy_of(folders[kind], tmp_path) | more)
     after = Tokenizer(tmp_path)
@@ -480,6 +541,18 @@ def test_tokens_that_the_settings_add_or_list_are_control_tokens(
     assert after.decode(typed) == f"a{name}c" and number not in typed
     assert after.encode_chat([USER])[-1] == number and after.token_bytes(number) == b""
     assert name == "<|im_end|>" or number in tokenizer.encode(f"a{name}c")
+
+
+def test_control_tokens_of_sentencepiece_are_no_text_where_its_alphabet_lacks_their_letters(
+    tmp_path,
+):
+    corpus = [re.sub("[</s>]", "", each) for each in CORPUS]
+    model = sentencepiece_model(corpus=corpus, byte_fallback=False)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    tokenizer = Tokenizer(tmp_path)
+    end = tokenizer.special["</s>"]
+    assert tokenizer.token_bytes(end) == b"" and end not in tokenizer.encode("a</s>")
+    assert tokenizer.encode("a</s>", find_names=True)[-1] == end
 
 
 @pytest.mark.parametrize(
@@ -512,6 +585,22 @@ def test_tokens_that_the_settings_add_or_list_are_control_tokens(
             "tokenizer.model is no byte-pair encoding",
         ),
         ("llama-3", "tokenizer.json", None, "holds no tokenizer.json and no tokenizer.model"),
+        *(
+            ("llama-3", "tokenizer.json", file_of(*parts), "its decoder is neither")
+            for parts in (
+                (
+                    models.BPE(end_of_word_suffix="</w>"),
+                    trainers.BpeTrainer(end_of_word_suffix="</w>", show_progress=False),
+                    decoders.BPEDecoder(),
+                ),
+                (
+                    models.WordPiece(unk_token="[UNK]"),
+                    trainers.WordPieceTrainer(special_tokens=["[UNK]"], show_progress=False),
+                    decoders.WordPiece(),
+                ),
+                (models.BPE(), trainers.BpeTrainer(show_progress=False), None),
+            )
+        ),
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
