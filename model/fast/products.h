@@ -11,6 +11,7 @@
 
 enum { FOUR = 4, EIGHT = 8, BF16 = 16, F32 = 32 }; /* kinds of numbers, by bits */
 enum { LANES = 16, GROUP = 32, BLOCK = 4 };
+enum { AHEAD = 8192 }; /* bytes that are prefetched before they are read */
 
 /* Processors: the one place of their instructions. */
 
@@ -340,7 +341,7 @@ INLINE void tile(long kind, int inputs, Product p) {
 /* Products of 16 rows of weights in low bits, one per lane, with rows of inputs. The rows lie in
  * memory like this, with the bytes of each part:
  *
- *     4 bits   | 256 codes | 32 scales | 32 zeros | next group ...     bfloat16
+ *     4 bits   | 256 codes | 64 scales and zeros | next group ...      pairs of bfloat16
  *     8 bits   | 512 codes | next group ... | 64 scales                float32
  *
  *     64 codes                  row 0       row 1             row 15
@@ -349,50 +350,61 @@ INLINE void tile(long kind, int inputs, Product p) {
  *     8 bits                    columns 4v ... 4v + 3, plus 128
  *
  * A weight is code * scale + zero. In eight bits zero is -128 scales, and the halves of a byte are
- * multiplied by the same input. */
+ * multiplied by the same input: sums[1] are those of the upper halves. */
 INLINE void code_tile(long kind, int inputs, Product p) {
-    long vectors = kind == FOUR ? 4 : 8, groups = groups_of(p.columns);
+    int parts = inputs == 1 ? PARTS : 1; /* at a time: they share the inputs in registers */
+    long codes_bytes = kind == FOUR ? 256 : 512, groups = groups_of(p.columns);
     const Rounded *x = (const Rounded *)p.x;
 #pragma GCC unroll 4
-    for (int part = 0; part < PARTS; part++) {
-        const char *at = p.weights + 4 * WIDTH * part;
-        Floats sums[4] = {0};
+    for (int part = 0; part < PARTS; part += parts) {
+        const char *w = p.weights + 4 * WIDTH * part;
+        Floats found[4][PARTS] = {0};
         for (long group = 0; group < groups; group++) {
-            Ints low[4] = {0}, high[4] = {0};
+            Ints sums[2][4][PARTS] = {0};
+            for (long line = 0; part == 0 && line < codes_bytes + 64; line += 64)
+                __builtin_prefetch(w + AHEAD + line);
 #pragma GCC unroll 8
-            for (long v = 0; v < vectors; v++) {
-                Ints codes = AT(const IntsAt, at + 64 * v);
+            for (long v = 0; v < codes_bytes / 64; v++)
 #pragma GCC unroll 4
                 for (int n = 0; n < inputs; n++) {
                     const int8_t *of_x = x[n * groups + group].codes + 4 * v;
                     Ints of_low = AT(const int32_t, of_x) - (Ints){0};
                     Ints of_high = AT(const int32_t, of_x + (kind == FOUR ? 16 : 0)) - (Ints){0};
-                    low[n] = add_bytes(low[n], codes & 0x0F0F0F0F, of_low);
-                    high[n] = add_bytes(high[n], codes >> 4 & 0x0F0F0F0F, of_high);
+#pragma GCC unroll 4
+                    for (int q = 0; q < parts; q++) {
+                        Ints codes = AT(const IntsAt, w + 64 * v + 4 * WIDTH * q);
+                        Ints *low = &sums[0][n][q], *high = &sums[kind == EIGHT][n][q];
+                        *low = add_bytes(*low, codes & 0x0F0F0F0F, of_low);
+                        *high = add_bytes(*high, codes >> 4 & 0x0F0F0F0F, of_high);
+                    }
                 }
-            }
-            at += 64 * vectors;
-            Floats scale = all(1.0f), zero = all(-128.0f);
-            if (kind == FOUR) {
-                scale = wide_at(at - 2 * WIDTH * part);
-                zero = wide_at(at + 32 - 2 * WIDTH * part);
-                at += 64;
-            }
+            w += codes_bytes;
 #pragma GCC unroll 4
-            for (int n = 0; n < inputs; n++) {
-                const Rounded *of_x = &x[n * groups + group];
-                Ints total = whole(low[n]) + whole(high[n]) * (kind == FOUR ? 1 : 16);
-                Floats products = __builtin_convertvector(total, Floats);
-                sums[n] = fused(zero, all(of_x->total), sums[n]);
-                sums[n] = fused(products, scale * of_x->scale, sums[n]);
-            }
-        }
-        long left = least(WIDTH, p.count - WIDTH * part);
+            for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 4
-        for (int n = 0; n < inputs; n++) {
-            Floats found = kind == FOUR ? sums[n] : sums[n] * AT(const FloatsAt, at);
-            store(p.out + n * p.out_stride + WIDTH * part, found, left);
+                for (int q = 0; q < parts; q++) {
+                    const Rounded *of_x = &x[n * groups + group];
+                    Ints sum = whole(sums[0][n][q]) + 16 * whole(sums[1][n][q]);
+                    Floats scale = all(1.0f), zero = all(-128.0f);
+                    if (kind == FOUR) {
+                        Uints both = (Uints)AT(const IntsAt, w + 4 * WIDTH * q);
+                        scale = (Floats)(both << 16);
+                        zero = (Floats)(both & 0xFFFF0000);
+                    }
+                    Floats products = __builtin_convertvector(sum, Floats);
+                    found[n][q] = fused(zero, all(of_x->total), found[n][q]);
+                    found[n][q] = fused(products, scale * of_x->scale, found[n][q]);
+                }
+            w += kind == FOUR ? 64 : 0;
         }
+#pragma GCC unroll 4
+        for (int n = 0; n < inputs; n++)
+#pragma GCC unroll 4
+            for (int q = 0; q < parts; q++) {
+                Floats scale = kind == FOUR ? all(1.0f) : AT(const FloatsAt, w + 4 * WIDTH * q);
+                long row = WIDTH * (part + q);
+                store(p.out + n * p.out_stride + row, found[n][q] * scale, p.count - row);
+            }
     }
 }
 

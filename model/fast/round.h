@@ -103,10 +103,8 @@ static void round_to_four(void *argument, long block) {
             for (int v = 0; v < 4; v++)
                 AT(IntsAt, out + 64 * v + 4 * WIDTH * part) =
                     bytes_of_codes(codes + 4 * v) | bytes_of_codes(codes + 16 + 4 * v) << 4;
-            for (int lane = 0; lane < WIDTH; lane++) {
-                AT(uint16_t, out + 256 + 2 * (WIDTH * part + lane)) = narrow(scale[lane]);
-                AT(uint16_t, out + 288 + 2 * (WIDTH * part + lane)) = narrow(zero[lane]);
-            }
+            Uints both = (Uints)scale >> 16 | (Uints)zero;
+            AT(IntsAt, out + 256 + 4 * WIDTH * part) = (Ints)both;
         }
     }
 }

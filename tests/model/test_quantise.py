@@ -128,9 +128,8 @@ def unpacked(copy: Tensor, bits: int, rows: int, columns: int) -> tuple[Tensor, 
         low, high = found[..., :256] & 15, found[..., :256] >> 4
         codes = torch.stack((low, high), 2).view(-1, groups, 8, LANES, 4)
         numbers = found[..., 256:].reshape(-1, groups, 4 * LANES).view(torch.bfloat16)
-        scales, zeros = (
-            each.transpose(1, 2).reshape(-1, groups)[:rows] for each in numbers.chunk(2, 2)
-        )
+        pairs = numbers.view(-1, groups, LANES, 2).transpose(1, 2).reshape(-1, groups, 2)[:rows]
+        scales, zeros = pairs.unbind(2)
     codes = codes.permute(0, 3, 1, 2, 4).reshape(-1, groups * GROUP)[:rows, :columns]
     return (codes.int() - 128 * (bits == 8)).to(torch.int8), scales, zeros
 
