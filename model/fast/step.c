@@ -2,15 +2,20 @@
  *
  * It has the order and the names of the readable blocks (model/llama.py, model/gemma2.py), and
  * reads the weights where torch keeps them. model/fast/cpu.py compiles it and fills its structures.
- * A task (threads.h) is done piece by piece on all threads; products are in products.h, the
- * rounding of weights to few bits in round.h. It knows nothing of plans, samples and files.
+ * It knows nothing of plans, samples and files.
+ *
+ * This file reads like a model. What it stands on is in three files, which are read alone:
+ *
+ *     products.h    linear layers, and all that a processor decides
+ *     threads.h     run(task, ...) does the pieces of a task on all threads
+ *     round.h       rounding of weights to few bits, which a step does not call
  *
  * The numbers of a row do not depend on the other rows of the step, by construction: each is the
- * same sums in the same order, of which each is computed by one thread. */
+ * same sums in the same order, and one thread computes it. */
 
 #include <stdlib.h>
-#include "threads.h"
 #include "products.h"
+#include "threads.h"
 #include "round.h"
 
 typedef struct {
@@ -39,47 +44,54 @@ typedef struct {           /* rows of one text at positions that follow each oth
 
 /* Step: the arguments of its tasks, and its memory, which is kept for the next step. */
 
-typedef struct { /* up to QUERIES query heads of a text, which read its keys and values together */
+typedef struct { /* rows of a text that attend together: they read its keys and values once */
     const Text *text;
-    long row, position, rows; /* its first row of the step, and that row's position */
+    long row, position, rows; /* the first row's number in the step, and its position */
 } Span;
 
 typedef struct {
     const Model *model;
     const Layer *layer;
     const Span *spans;
-    long num_spans, rows, chunks, least_chunks; /* of positions; of a claim */
-    const Matrix *matrices; /* of project, and its inputs and products */
-    const float *x;
-    char *inputs;
-    float *products;
+    long num_spans, rows;
+    long chunks, least_chunks; /* of CHUNK positions; that a thread claims at least */
+    /* linear layers on the same inputs, of which all outputs are neurons */
+    const Matrix *matrices;
+    const float *x; /* [rows, columns], x_stride numbers from row to row */
     long x_stride, neurons;
-    float *qkv;      /* [rows, heads + 2 * key heads, size] */
-    char *queries;   /* [key heads, rows, groups], rounded as keys meet them */
-    float *parts;    /* [rows, heads, chunks, size + 2] */
+    char *inputs;    /* [rows, columns], rounded */
+    float *products; /* [rows, neurons] */
+    /* attention and MLP */
+    float *qkv;      /* [rows, heads + 2 * key_heads, size] */
+    char *queries;   /* [key_heads, rows, groups, size], rounded; groups: heads of a key head */
+    float *partials; /* rows * heads * chunks times [size + 2]: see partials_of */
     float *attended; /* [rows, heads, size] */
     float *gate_up;  /* [rows, 2 * size of the MLP] */
 } Step;
 
-enum { INPUTS, QKV, QUERIES, CHUNKS, ATTENDED, GATE_UP, X, NORMED, OUT, SPANS, ROOMS };
+enum { INPUTS, QKV, QUERIES, PARTIALS, ATTENDED, GATE_UP, X, NORMED, OUT, SPANS, BUFFERS };
 
-static void *room(int which, size_t bytes) {
+/* Memory of a use in this step, of at least so many bytes. */
+static void *buffer(int which, size_t bytes) {
     static struct {
         void *memory;
         size_t bytes;
-    } rooms[ROOMS];
-    if (rooms[which].bytes < bytes) {
-        free(rooms[which].memory);
-        rooms[which].bytes = (bytes + 63) / 64 * 64;
-        rooms[which].memory = aligned_alloc(64, rooms[which].bytes);
-        if (!rooms[which].memory)
+    } buffers[BUFFERS];
+    if (buffers[which].bytes < bytes) {
+        free(buffers[which].memory);
+        buffers[which].bytes = (bytes + 63) / 64 * 64;
+        buffers[which].memory = aligned_alloc(64, buffers[which].bytes);
+        if (!buffers[which].memory)
             abort();
     }
-    return rooms[which].memory;
+    return buffers[which].memory;
 }
 
-enum { SHARE = 1 << 13, SHARE_BYTES = 1 << 16 }; /* numbers, and bytes of weights, of a claim */
+/* Linear layers. Threads claim pieces of so many numbers, or bytes of weights, at least. */
 
+enum { SHARE = 1 << 13, SHARE_BYTES = 1 << 16 };
+
+/* Round a row of inputs: x [rows, columns] -> inputs. */
 static void round_row(void *argument, long row) {
     Step *s = argument;
     long kind = s->matrices->kind, columns = s->matrices->columns;
@@ -88,48 +100,56 @@ static void round_row(void *argument, long row) {
 }
 
 INLINE long block_rows(const Matrix *matrix) { return matrix->kind < BF16 ? LANES : BLOCK; }
+INLINE long blocks_of(const Matrix *m) { return (m->rows + block_rows(m) - 1) / block_rows(m); }
 
-static void multiply_piece(void *argument, long piece) {
+INLINE long block_bytes(const Matrix *m) {
+    return row_bytes(m->kind, m->columns) * (m->kind < BF16 ? 1 : BLOCK);
+}
+
+/* Products of all rows with a block of weights, and biases: -> products [rows, neurons]. Blocks are
+ * numbered over all matrices. */
+static void multiply_block(void *argument, long block) {
     Step *s = argument;
     const Matrix *m = s->matrices;
     float *out = s->products;
-    for (long blocks; piece >= (blocks = (m->rows + block_rows(m) - 1) / block_rows(m)); m++) {
-        piece -= blocks;
+    for (; block >= blocks_of(m); m++) {
+        block -= blocks_of(m);
         out += m->rows;
     }
-    long first = piece * block_rows(m), count = least(block_rows(m), m->rows - first);
-    long bytes = row_bytes(m->kind, m->columns) * (m->kind < BF16 ? 1 : BLOCK);
-    multiply(m->kind, m->weights + piece * bytes, count, s->inputs, s->rows, m->columns,
+    long first = block * block_rows(m), count = min(block_rows(m), m->rows - first);
+    multiply(m->kind, m->weights + block * block_bytes(m), count, s->inputs, s->rows, m->columns,
              out + first, s->neurons);
     for (long row = 0; m->bias && row < s->rows; row++)
         for (long i = first; i < first + count; i++)
             out[row * s->neurons + i] += m->bias[i];
 }
 
-/* Linear layers, count matrices, on the same inputs: [rows, x_stride] -> [rows, all neurons]. */
+/* Outputs of ``count`` linear layers on the same inputs: [rows, x_stride] -> [rows, neurons]. */
 static void project(Step *s, const Matrix *matrices, int count, const float *x, long x_stride,
                     float *out) {
-    long pieces = 0, kind = matrices->kind, columns = matrices->columns;
+    long blocks = 0, kind = matrices->kind, columns = matrices->columns;
     s->neurons = 0;
     for (const Matrix *m = matrices; m < matrices + count; m++) {
-        pieces += (m->rows + block_rows(m) - 1) / block_rows(m);
+        blocks += blocks_of(m);
         s->neurons += m->rows;
     }
-    s->matrices = matrices, s->x = x, s->x_stride = x_stride, s->products = out;
-    s->inputs = room(INPUTS, s->rows * input_bytes(kind, columns));
+    s->matrices = matrices;
+    s->x = x;
+    s->x_stride = x_stride;
+    s->products = out;
+    s->inputs = buffer(INPUTS, s->rows * input_bytes(kind, columns));
     run(round_row, s, s->rows, SHARE / columns + 1);
-    long bytes = row_bytes(kind, columns) * (kind < BF16 ? 1 : BLOCK);
-    run(multiply_piece, s, pieces, SHARE_BYTES / bytes + 1);
+    run(multiply_block, s, blocks, SHARE_BYTES / block_bytes(matrices) + 1);
 }
 
-/* RMSNorm (arXiv 1910.07467) of ``count`` numbers, scaled by weights. */
+/* RMSNorm (arXiv 1910.07467): x [count], weight [count] -> [count]. */
 static void normalise(const float *x, const float *weight, long count, float eps, float *out) {
     float inverse = 1.0f / __builtin_sqrtf(sum_of(x, count, 1) / (float)count + eps);
     for (long i = 0; i < count; i++)
         out[i] = x[i] * inverse * weight[i];
 }
 
-/* Rotary embedding of a head [2 * half], in place: model.layers.rotate. */
+/* Rotary embedding (model.layers.rotate) of a head [2 * half], in place; cos and sin are [half]. */
 static void rotate(float *head, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
         float a = head[i], b = head[i + half];
@@ -138,49 +158,60 @@ static void rotate(float *head, const float *cos, const float *sin, long half) {
     }
 }
 
-/* Attention, in chunks of positions. */
+/* Attention. A piece of work is a chunk of the positions of a text, for one key head and all rows
+ * of a span. Each row's results for its chunks are joined. */
 
-enum { CHUNK = 512, MOST_QUERIES = 12, SHARE_SCORES = 1 << 11 };
+enum { CHUNK = 512 };            /* positions */
+enum { MAX_QUERIES = 12 };       /* rows of a span times groups */
+enum { SHARE_SCORES = 1 << 11 }; /* of a claim */
 
-/* Norms and rotary embeddings of a span's heads; its keys and values go into the cache. */
+/* Round a head [size] to the numbers of a cache. */
+static void write_entry(long kind, const float *x, long size, char *entry) {
+    for (long i = 0; i < size; i++)
+        if (kind == F32)
+            AT(float, entry + 4 * i) = x[i];
+        else
+            AT(uint16_t, entry + 2 * i) = to_bf16(x[i]);
+}
+
+/* Norms and rotary embeddings of a span's heads in qkv, in place. Its keys and values go into the
+ * cache, its queries are rounded to meet keys. */
 static void write_entries(void *argument, long piece) {
     Step *s = argument;
     const Model *model = s->model;
     const Span *span = &s->spans[piece];
+    const Text *text = span->text;
     long size = model->size, half = size / 2, kind = model->kind;
     long heads = model->heads, key_heads = model->key_heads, groups = heads / key_heads;
-    long all = heads + 2 * key_heads;
-    for (long number = 0; number < span->rows * all; number++) {
-        long row = span->row + number / all, head = number % all; /* of queries, keys, values */
-        long position = span->position + number / all, of_key = head - heads;
-        float *x = s->qkv + (row * all + head) * size;
+    long all_heads = heads + 2 * key_heads; /* of queries, keys, values */
+    for (long number = 0; number < span->rows * all_heads; number++) {
+        long row = number / all_heads, head = number % all_heads, of_key = head - heads;
+        long position = span->position + row;
+        float *x = s->qkv + ((span->row + row) * all_heads + head) * size;
         const float *norm = head < heads ? s->layer->q_norm : s->layer->k_norm;
         if (norm && of_key < key_heads)
             normalise(x, norm, size, model->eps, x);
         if (of_key < key_heads)
             rotate(x, s->layer->cos + position * half, s->layer->sin + position * half, half);
         if (head < heads) {
-            long place = (head / groups * s->rows + row) * groups + head % groups;
+            long place = (head / groups * s->rows + span->row + row) * groups + head % groups;
             round_inputs(kind, x, size, s->queries + place * input_bytes(kind, size));
-            continue;
+        } else {
+            char *entries = text->entries[2 * (s->layer - model->layers) + of_key / key_heads];
+            entries += of_key % key_heads * text->head_bytes;
+            write_entry(kind, x, size, entries + position * row_bytes(kind, size));
         }
-        char *entry = span->text->entries[2 * (s->layer - model->layers) + of_key / key_heads];
-        entry += of_key % key_heads * span->text->head_bytes + position * row_bytes(kind, size);
-        for (long i = 0; i < size; i++)
-            if (kind == F32)
-                AT(float, entry + 4 * i) = x[i];
-            else
-                AT(uint16_t, entry + 2 * i) = narrow(x[i]);
     }
 }
 
-/* Exponentials of scaled scores less the largest, in place; their sum, and the largest. */
-static void weigh(const Model *model, float *scores, long count, float sum[2]) {
+/* Softmax of scores [count] without its division, in place: exponentials of scaled scores less the
+ * largest. sum is their sum, and the largest. */
+static void softmax_numerators(const Model *model, float *scores, long count, float sum[2]) {
     int32_t largest = -0x7F800001;
     for (long i = 0; i < count; i++)
         scores[i] *= model->scale;
     if (model->soft_cap)
-        cap(scores, count, model->soft_cap);
+        soft_cap(scores, count, model->soft_cap);
     for (long i = 0; i < count; i++) { /* as integers of the same order: NaN is the largest */
         int32_t bits = bits_of(scores[i]), ordered = bits ^ (bits >> 31 & 0x7FFFFFFF);
         largest = ordered > largest ? ordered : largest;
@@ -192,7 +223,8 @@ static void weigh(const Model *model, float *scores, long count, float sum[2]) {
     sum[0] = sum_of(scores, count, 0);
 }
 
-/* Add weighted values [count, size] one after the other to up to four queries' sums. */
+/* Add weighted values to the sums of up to four queries, one position after the other:
+ * values [count, size], weights [queries, CHUNK] -> out [queries, stride]. */
 INLINE void add_values(long kind, int queries, const char *values, long count, long size,
                        const float *weights, float *out, long stride) {
     for (long column = 0; column < size; column += 2 * WIDTH) {
@@ -201,17 +233,17 @@ INLINE void add_values(long kind, int queries, const char *values, long count, l
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * queries; i++) {
             const float *of = out + i / 2 * stride + column + i % 2 * WIDTH;
-            sums[i / 2][i % 2] = numbers_at(F32, (const char *)of, left[i % 2]);
+            sums[i / 2][i % 2] = load(F32, (const char *)of, left[i % 2]);
         }
         for (long row = 0; row < count; row++) {
             const char *value = values + (row * size + column) * bytes_of(kind);
-            Floats first = numbers_at(kind, value, left[0]);
-            Floats second = numbers_at(kind, value + WIDTH * bytes_of(kind), left[1]);
+            Floats first = load(kind, value, left[0]);
+            Floats second = load(kind, value + WIDTH * bytes_of(kind), left[1]);
 #pragma GCC unroll 4
             for (int query = 0; query < queries; query++) {
-                Floats weight = all(weights[query * CHUNK + row]);
-                sums[query][0] = fused(first, weight, sums[query][0]);
-                sums[query][1] = fused(second, weight, sums[query][1]);
+                Floats weight = broadcast(weights[query * CHUNK + row]);
+                sums[query][0] = multiply_add(first, weight, sums[query][0]);
+                sums[query][1] = multiply_add(second, weight, sums[query][1]);
             }
         }
 #pragma GCC unroll 4
@@ -221,106 +253,108 @@ INLINE void add_values(long kind, int queries, const char *values, long count, l
     }
 }
 
-/* The same of any number of queries, for positions [begin, end); weights are from ``first`` on. */
-static void attend_to(long kind, long queries, const char *values, long first, long begin, long end,
-                      long size, const float *weights, float *out, long stride) {
-    values += begin * size * bytes_of(kind);
-    weights += begin - first;
+/* The same for any number of queries. */
+static void attend_to(long kind, long queries, const char *values, long count, long size,
+                      const float *weights, float *out, long stride) {
     for (; queries > 0; queries -= 4, weights += 4 * CHUNK, out += 4 * stride)
 #pragma GCC unroll 4
         for (int n = 1; n <= 4; n++)
-            if (n == least(4, queries) && kind == BF16)
-                add_values(BF16, n, values, end - begin, size, weights, out, stride);
-            else if (n == least(4, queries))
-                add_values(F32, n, values, end - begin, size, weights, out, stride);
+            if (n == min(4, queries) && kind == BF16)
+                add_values(BF16, n, values, count, size, weights, out, stride);
+            else if (n == min(4, queries))
+                add_values(F32, n, values, count, size, weights, out, stride);
 }
 
-/* Attention of a span to a chunk, for one key head. Of each query head ``parts`` gets the weighted
- * values, the sum of the weights, and the largest score. */
+/* Results of a span's rows for the chunks of a key head: [chunks, rows, groups, size + 2]. Each has
+ * the weighted sum of values, the sum of the weights, and the largest score. */
+INLINE float *partials_of(const Step *s, const Span *span, long head) {
+    long groups = s->model->heads / s->model->key_heads;
+    long before = span->row * s->model->heads + head * span->rows * groups;
+    return s->partials + before * s->chunks * (s->model->size + 2);
+}
+
+/* Attention of a span's rows to a chunk of positions, for one key head. */
 static void attend_to_chunk(void *argument, long piece) {
     Step *s = argument;
     const Model *model = s->model;
     long chunk = piece % s->chunks, head = piece / s->chunks % model->key_heads;
     const Span *span = &s->spans[piece / s->chunks / model->key_heads];
     long size = model->size, kind = model->kind, groups = model->heads / model->key_heads;
-    long rows = span->rows, window = s->layer->window, stride = s->chunks * (size + 2);
-    long low = chunk * CHUNK, high = low + CHUNK, last = span->position + rows;
-    long first = most(low, span->position + 1 - window);
+    long rows = span->rows, queries = rows * groups, stride = size + 2;
     char *const *entries = span->text->entries + 2 * (s->layer - model->layers);
     const char *keys = entries[0] + head * span->text->head_bytes;
     const char *values = entries[1] + head * span->text->head_bytes;
-    long place = (head * s->rows + span->row) * groups;
-    float scores[rows * groups][CHUNK];
-    for (long key = first; key < least(high, last); key += BLOCK) /* the weights of a product */
-        multiply(kind, keys + key * row_bytes(kind, size), least(BLOCK, least(high, last) - key),
-                 s->queries + place * input_bytes(kind, size), rows * groups, size,
+    const char *x = s->queries + (head * s->rows + span->row) * groups * input_bytes(kind, size);
+    float *out = partials_of(s, span, head) + chunk * queries * stride;
+    memset(out, 0, 4 * queries * stride);
+
+    /* A row at a position attends to those from the window's first to its own. */
+    long position = span->position, window = s->layer->window;
+    long first = max(chunk * CHUNK, position + 1 - window);
+    long end = min((chunk + 1) * CHUNK, position + rows);
+    float scores[queries][CHUNK]; /* from first on */
+    for (long key = first; key < end; key += BLOCK) /* keys are the weights of a product */
+        multiply(kind, keys + key * row_bytes(kind, size), min(BLOCK, end - key), x, queries, size,
                  scores[0] + key - first, CHUNK);
-    float sums[rows * groups][size];
-    memset(sums, 0, sizeof sums);
-    long begins[rows], ends[rows]; /* of the positions that a row reads */
-    for (long row = 0; row < rows; row++) {
-        ends[row] = most(low, least(high, span->position + row + 1));
-        begins[row] = least(ends[row], most(low, span->position + row + 1 - window));
+    for (long query = 0; query < queries; query++) {
+        long own = position + query / groups, begin = max(first, own + 1 - window);
+        softmax_numerators(model, scores[query] + begin - first,
+                           max(0, min(end, own + 1) - begin), out + query * stride + size);
     }
-    /* What all rows read is added for all at once; what comes before and after, row by row. */
-    long common = begins[rows - 1], until = most(common, ends[0]);
-    float *parts = s->parts + (span->row * model->heads + head * groups) * stride;
-    parts += chunk * (size + 2);
-    for (long row = 0; row < rows; row++) {
-        for (long group = 0; group < groups; group++) {
-            float *of = scores[row * groups + group] + begins[row] - first;
-            float *sum = parts + (row * model->heads + group) * stride + size;
-            weigh(model, of, ends[row] - begins[row], sum);
-        }
-        attend_to(kind, groups, values, first, begins[row], least(common, ends[row]), size,
-                  scores[row * groups], sums[row * groups], size);
-    }
-    attend_to(kind, rows * groups, values, first, common, until, size, scores[0], sums[0], size);
-    for (long row = 0; row < rows; row++) {
-        attend_to(kind, groups, values, first, most(begins[row], until), ends[row], size,
-                  scores[row * groups], sums[row * groups], size);
-        for (long group = 0; group < groups; group++)
-            memcpy(parts + (row * model->heads + group) * stride, sums[row * groups + group],
-                   4 * size);
+    /* Most positions are attended to by all rows, those near the ends of a window by some. */
+    for (long key = first, next; key < end; key = next) {
+        long row = max(0, key - position), row_end = min(rows, key - position + window);
+        next = row_end == rows ? max(key + 1, min(end, position + 1)) : key + 1;
+        attend_to(kind, (row_end - row) * groups, values + key * row_bytes(kind, size), next - key,
+                  size, scores[row * groups] + key - first, out + row * groups * stride, stride);
     }
 }
 
-/* Attention of a row's head to all chunks. */
+/* Join the results for all chunks of a span's key head: -> attended [rows, heads, size]. */
 static void join_chunks(void *argument, long piece) {
     Step *s = argument;
-    long size = s->model->size, stride = size + 2;
-    const float *parts = s->parts + piece * s->chunks * stride;
-    float *out = s->attended + piece * size, largest = parts[size + 1], total = 0.0f;
-    for (long chunk = 1; chunk < s->chunks; chunk++)
-        if (parts[chunk * stride + size + 1] > largest)
-            largest = parts[chunk * stride + size + 1];
-    memset(out, 0, 4 * size);
-    for (long chunk = 0; chunk < s->chunks; chunk++, parts += stride) {
-        float factor = exponential(parts[size + 1] - largest);
-        total += parts[size] * factor;
+    const Model *model = s->model;
+    long head = piece % model->key_heads, size = model->size;
+    long groups = model->heads / model->key_heads;
+    const Span *span = &s->spans[piece / model->key_heads];
+    long queries = span->rows * groups, stride = queries * (size + 2);
+    for (long query = 0; query < queries; query++) {
+        const float *part = partials_of(s, span, head) + query * (size + 2);
+        float largest = part[size + 1], total = 0.0f;
+        for (long chunk = 1; chunk < s->chunks; chunk++)
+            if (part[chunk * stride + size + 1] > largest)
+                largest = part[chunk * stride + size + 1];
+        long row = span->row + query / groups;
+        float *out = s->attended + (row * model->heads + head * groups + query % groups) * size;
+        memset(out, 0, 4 * size);
+        for (long chunk = 0; chunk < s->chunks; chunk++, part += stride) {
+            float factor = exponential(part[size + 1] - largest);
+            total += part[size] * factor;
+            for (long i = 0; i < size; i++)
+                out[i] += part[i] * factor;
+        }
         for (long i = 0; i < size; i++)
-            out[i] += parts[i] * factor;
+            out[i] /= total;
     }
-    for (long i = 0; i < size; i++)
-        out[i] /= total;
 }
 
 /* Attention sublayer (model.layers.Attention): [rows, hidden] -> the same shape. */
 static void attention(Step *s, const float *x, float *out) {
     const Model *model = s->model;
     long size = model->size, heads = model->heads, rows = s->rows;
-    s->qkv = room(QKV, 4 * rows * (heads + 2 * model->key_heads) * size);
-    s->queries = room(QUERIES, rows * heads * input_bytes(model->kind, size));
-    s->parts = room(CHUNKS, 4 * rows * heads * s->chunks * (size + 2));
-    s->attended = room(ATTENDED, 4 * rows * heads * size);
+    s->qkv = buffer(QKV, 4 * rows * (heads + 2 * model->key_heads) * size);
+    s->queries = buffer(QUERIES, rows * heads * input_bytes(model->kind, size));
+    s->partials = buffer(PARTIALS, 4 * rows * heads * s->chunks * (size + 2));
+    s->attended = buffer(ATTENDED, 4 * rows * heads * size);
     project(s, s->layer->qkv, 3, x, model->hidden, s->qkv);
     run(write_entries, s, s->num_spans, SHARE / (heads * size) + 1);
     run(attend_to_chunk, s, s->num_spans * model->key_heads * s->chunks, s->least_chunks);
-    run(join_chunks, s, rows * heads, SHARE / (s->chunks * size) + 1);
+    long span_numbers = rows * heads * s->chunks * size / (s->num_spans * model->key_heads);
+    run(join_chunks, s, s->num_spans * model->key_heads, SHARE / (span_numbers + 1) + 1);
     project(s, &s->layer->o, 1, s->attended, heads * size, out);
 }
 
-/* activation(gate) * up of a row, SiLU or tanh GELU, in place of gate. */
+/* activation(gate) * up of a row, SiLU or tanh GELU, in place of gate: gate_up [rows, 2 * size]. */
 static void activate(void *argument, long row) {
     Step *s = argument;
     long size = s->layer->down.columns;
@@ -328,7 +362,7 @@ static void activate(void *argument, long row) {
     if (s->model->is_gelu)
         for (long i = 0; i < size; i++) {
             float x = gate[i], inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-            gate[i] = up[i] * (0.5f * x * (1.0f + tangent(inner)));
+            gate[i] = up[i] * (0.5f * x * (1.0f + hyperbolic_tangent(inner)));
         }
     else
         for (long i = 0; i < size; i++)
@@ -338,7 +372,7 @@ static void activate(void *argument, long row) {
 /* MLP sublayer (model.layers.GatedMLP): [rows, hidden] -> the same shape. */
 static void gated_mlp(Step *s, const float *x, float *out) {
     long size = s->layer->down.columns;
-    s->gate_up = room(GATE_UP, 4 * s->rows * 2 * size);
+    s->gate_up = buffer(GATE_UP, 4 * s->rows * 2 * size);
     project(s, s->layer->gate_up, 2, x, s->model->hidden, s->gate_up);
     run(activate, s, s->rows, SHARE / 8 / size + 1); /* exponentials take longer */
     project(s, &s->layer->down, 1, s->gate_up, 2 * size, out);
@@ -347,9 +381,10 @@ static void gated_mlp(Step *s, const float *x, float *out) {
 typedef void Sublayer(Step *s, const float *x, float *out);
 
 /* x + sublayer(norm(x)), or x + post_norm(sublayer(norm(x))): x is [rows, hidden]. */
-static void add(Step *s, Sublayer *sublayer, const float *norm, const float *post_norm, float *x) {
+static void add_sublayer(Step *s, Sublayer *sublayer, const float *norm, const float *post_norm,
+                         float *x) {
     long hidden = s->model->hidden, count = s->rows * hidden;
-    float eps = s->model->eps, *normed = room(NORMED, 4 * count), *out = room(OUT, 4 * count);
+    float eps = s->model->eps, *normed = buffer(NORMED, 4 * count), *out = buffer(OUT, 4 * count);
     for (long first = 0; first < count; first += hidden)
         normalise(x + first, norm, hidden, eps, normed + first);
     sublayer(s, normed, out);
@@ -363,9 +398,9 @@ static void add(Step *s, Sublayer *sublayer, const float *norm, const float *pos
 static void block(Step *s, const Layer *layer, float *x) {
     s->layer = layer;
     if (layer->o.kind)
-        add(s, attention, layer->attention_norm, layer->attention_post_norm, x);
+        add_sublayer(s, attention, layer->attention_norm, layer->attention_post_norm, x);
     if (layer->down.kind)
-        add(s, gated_mlp, layer->mlp_norm, layer->mlp_post_norm, x);
+        add_sublayer(s, gated_mlp, layer->mlp_norm, layer->mlp_post_norm, x);
 }
 
 /* Embeddings of tokens times their scale: [rows, hidden]. */
@@ -374,39 +409,66 @@ static void embed(const Model *model, const Text *text, float *x) {
     for (long row = 0; row < text->rows; row++, x += hidden) {
         const char *of = model->embedding + text->tokens[row] * row_bytes(model->kind, hidden);
         for (long i = 0; i < hidden; i += WIDTH)
-            store(x + i, numbers_at(model->kind, of + i * bytes_of(model->kind), hidden - i) *
+            store(x + i, load(model->kind, of + i * bytes_of(model->kind), hidden - i) *
                              model->embedding_scale, hidden - i);
     }
 }
 
-/* Logits [rows of all texts, vocab]; keys and values of the rows are written into the caches. */
-void step(const Model *model, const Text *texts, long count, float *logits) {
+/* Rows of texts, as spans: x gets their embeddings. Returns the number of spans. */
+static long lay_out(const Model *model, const Text *texts, long count, float *x, Span *spans) {
+    long num_spans = 0, row = 0;
+    long span_rows = max(1, MAX_QUERIES / (model->heads / model->key_heads));
+    for (const Text *text = texts; text < texts + count; row += text->rows, text++) {
+        embed(model, text, x + row * model->hidden);
+        for (long first = 0; first < text->rows; first += span_rows)
+            spans[num_spans++] = (Span){text, row + first, text->start + first,
+                                        min(span_rows, text->rows - first)};
+    }
+    return num_spans;
+}
+
+/* Logits [rows, vocab] of the rows of a few texts; keys and values go into their caches. */
+static void short_step(const Model *model, const Text *texts, long count, float *logits) {
     Step s = {.model = model};
     long hidden = model->hidden, positions = 0;
-    long span_rows = most(1, MOST_QUERIES / (model->heads / model->key_heads));
     for (const Text *text = texts; text < texts + count; text++) {
         s.rows += text->rows;
-        positions = most(positions, text->start + text->rows);
+        positions = max(positions, text->start + text->rows);
     }
-    float *x = room(X, 4 * s.rows * hidden);
-    Span *spans = room(SPANS, s.rows * sizeof(Span));
-    long first = 0; /* row of a text */
-    for (const Text *text = texts; text < texts + count; first += text->rows, text++) {
-        embed(model, text, x + first * hidden);
-        for (long row = 0; row < text->rows; row += span_rows)
-            spans[s.num_spans++] = (Span){text, first + row, text->start + row,
-                                          least(span_rows, text->rows - row)};
-    }
+    float *x = buffer(X, 4 * s.rows * hidden);
+    Span *spans = buffer(SPANS, s.rows * sizeof(Span));
+    s.num_spans = lay_out(model, texts, count, x, spans);
     s.spans = spans;
     s.chunks = (positions + CHUNK - 1) / CHUNK;
-    long queries = least(s.rows, span_rows) * (model->heads / model->key_heads);
-    long scores = least(positions, CHUNK) * queries;
-    s.least_chunks = SHARE_SCORES / scores + 1;
+    long queries = spans->rows * (model->heads / model->key_heads);
+    s.least_chunks = SHARE_SCORES / (min(positions, CHUNK) * queries) + 1;
     for (long layer = 0; layer < model->num_layers; layer++)
         block(&s, &model->layers[layer], x);
     for (long row = 0; row < s.rows; row++)
         normalise(x + row * hidden, model->norm, hidden, model->eps, x + row * hidden);
     project(&s, &model->head, 1, x, hidden, logits);
     if (model->final_soft_cap)
-        cap(logits, s.rows * model->head.rows, model->final_soft_cap);
+        soft_cap(logits, s.rows * model->head.rows, model->final_soft_cap);
+}
+
+enum { MAX_ROWS = 64 }; /* of a short step */
+
+/* The same for any number of rows, in as few short steps as possible. */
+void step(const Model *model, const Text *texts, long count, float *logits) {
+    Text some[MAX_ROWS];
+    long rows = 0, num_texts = 0;
+    for (const Text *text = texts; text < texts + count; text++)
+        for (long first = 0, taken; first < text->rows; first += taken) {
+            taken = min(MAX_ROWS, text->rows - first);
+            if (rows + taken > MAX_ROWS) {
+                short_step(model, some, num_texts, logits);
+                logits += rows * model->head.rows;
+                rows = num_texts = 0;
+            }
+            some[num_texts++] = (Text){text->tokens + first, text->entries, taken,
+                                       text->start + first, text->head_bytes};
+            rows += taken;
+        }
+    if (rows)
+        short_step(model, some, num_texts, logits);
 }

@@ -204,7 +204,7 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 
 
 @torch.inference_mode()
-def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
+def test_a_prompt_is_read_by_torch_and_a_call_of_any_length_by_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, text = accelerate(random_model("llama")), tokens_for(200)
@@ -213,8 +213,7 @@ def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
     model.prefill(text[:, :100], cache)
     assert not call.called and cache.length == 100
     model(text[:, 100:], cache, 100)
-    assert [each.args[2][0].rows for each in call.call_args_list] == [64, 36]
-    assert cache.length == 200
+    assert call.call_count == 1 and cache.length == 200
 
 
 @pytest.mark.parametrize("split", [1, 7, 40, 99])
@@ -343,13 +342,13 @@ def test_a_step_reads_and_writes_no_memory_of_others(
 NUMBERS = """
 #include "%s"
 void narrow_all(const float *x, uint16_t *out, long count) {
-    for (long i = 0; i < count; i++) out[i] = narrow(x[i]);
+    for (long i = 0; i < count; i++) out[i] = to_bf16(x[i]);
 }
 void exponentials(const float *x, float *out, long count) {
     for (long i = 0; i < count; i++) out[i] = exponential(x[i]);
 }
 void tangents(const float *x, float *out, long count) {
-    for (long i = 0; i < count; i++) out[i] = tangent(x[i]);
+    for (long i = 0; i < count; i++) out[i] = hyperbolic_tangent(x[i]);
 }
 """
 
@@ -361,7 +360,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.skip("there is no C compiler named cc")
     source = tmp_path_factory.mktemp("numbers") / "numbers.c"
     source.write_text(NUMBERS % compiled.STEP)
-    made = compiled_program(source, source.parent, *compiled.target()[0].split(), "-shared")
+    made = compiled_program(source, source.parent, *compiled.target(), "-shared")
     library = compiled.ctypes.CDLL(str(made))
 
     def apply(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
