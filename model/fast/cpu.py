@@ -185,7 +185,7 @@ class Weights:
 
 def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
     """Return a copy of ``[out, in]`` weights in few bits, uint8 ``[blocks of 16 rows, bytes]``: the
-    codes of ``model.quantise.quantise``, laid out as ``code_tile`` in ``products.h`` reads them.
+    codes of ``model.quantise.quantise``, laid out as ``products.h`` draws them.
     """
     rows, columns = weight.shape
     groups = -(-columns // GROUP)

@@ -222,7 +222,7 @@ static float sum_of(const float *x, long count, int squares) {
 /* Weights and inputs. */
 
 typedef struct {
-    const char *weights; /* [rows, columns] of BF16 or F32; in low bits as code_tile reads them */
+    const char *weights; /* [rows, columns] of BF16 or F32; in low bits as drawn below */
     const float *bias;   /* [rows], or NULL */
     long kind, rows, columns;
 } Matrix;
