@@ -24,7 +24,7 @@ from model.errors import InputError
 from model.places import cache_folder, version
 
 STEP = Path(__file__).with_name("step.c")
-SOURCES = [STEP, *map(STEP.with_name, ("threads.h", "products.h", "round.h"))]
+SOURCES = [STEP, *map(STEP.with_name, ("products.h", "attention.h", "threads.h", "round.h"))]
 FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
@@ -77,35 +77,37 @@ def compiler() -> list[str]:
     raise InputError("there is no C compiler: install one as cc, or run pip install ziglang")
 
 
-def target() -> tuple[str, str]:
-    """Return the compiler's options for this processor, or the one in SPECDEC_MARCH, with a hash
-    that tells it from other machines' processors.
-    """
-    machine = platform.machine()
-    is_arm = machine in ("aarch64", "arm64")
-    option = "-mcpu" if is_arm else TUNING + " -march"
-    flags = f"{option}={os.environ.get('SPECDEC_MARCH', 'native')}"
+def target() -> list[str]:
+    """Return the compiler's options for this processor, or for the one in SPECDEC_MARCH."""
+    name = os.environ.get("SPECDEC_MARCH", "native")
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return f"-mcpu={name}".split() if is_arm else f"{TUNING} -march={name}".split()
+
+
+def processor() -> list[str]:
+    """Return lines that tell this processor from those that may lack some of its instructions."""
     names = "model name", "flags", "CPU part", "Features"
-    lines = {machine}
+    lines = {platform.machine()}
     with suppress(OSError):
         told = Path("/proc/cpuinfo").read_text().splitlines()
-        lines |= {line for line in told if line.startswith(names)}
-    return flags, hashlib.sha256("\n".join([*FLAGS, flags, *sorted(lines)]).encode()).hexdigest()
+        lines.update(line for line in told if line.startswith(names))
+    return sorted(lines)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the compiled step, kept in the cache folder. Raises InputError where it cannot be
-    compiled.
+    """Return the compiled step. It is kept in the cache folder, by its source, the compiler's
+    options and the processor. Raises InputError where it cannot be compiled.
     """
-    flags, processor = target()
-    kept = cache_folder() / "step" / f"{version(SOURCES)}-{processor[:16]}.so"
+    flags = [*FLAGS, *target()]
+    machine = hashlib.sha256("\n".join([*flags, *processor()]).encode()).hexdigest()
+    kept = cache_folder() / "step" / f"{version(SOURCES)}-{machine[:16]}.so"
     with suppress(OSError):  # absent, or damaged
         return ctypes.CDLL(str(kept))
     print("compiling the decoding step for this machine, once", file=sys.stderr)
     with TemporaryDirectory() as folder:
         made = Path(folder) / kept.name
-        command = [*compiler(), *FLAGS, *flags.split(), str(STEP), "-o", str(made)]
+        command = [*compiler(), *flags, str(STEP), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             why = [line for line in done.stderr.splitlines() if "error" in line][:1]

@@ -6,7 +6,7 @@ weights.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import c_long, c_void_p
 from functools import partial
 
@@ -23,7 +23,18 @@ from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import GROUP, shares_of
 
 KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
-MOST_ROWS = 64  # of a step
+NORMS = {  # of a block: fields of a layer in step.c, and their names here
+    "llama": {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    },
+    "gemma2": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
 UNLIMITED = 1 << 60  # positions
 
 
@@ -84,14 +95,12 @@ class FastDecoder(PreparedDecoder):
             cache.claim(plan.attention_layers, start, tokens.shape[1])
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
         calls = [(tokens.contiguous(), cache, start) for tokens, cache, start in calls]
+        texts = [text for each in calls for text in texts_of(*each)]
         rows = [tokens.numel() for tokens, _, _ in calls]
         logits = torch.empty(sum(rows), self.vocab_size)
-        first = 0  # row of a step
-        for texts in steps_of(calls):
-            place = c_void_p(logits[first:].data_ptr())
-            array = (Text * len(texts))(*texts)
-            call("step", ctypes.byref(weights.model), array, c_long(len(texts)), place)
-            first += sum(text.rows for text in texts)
+        array = (Text * len(texts))(*texts)
+        place = c_void_p(logits.data_ptr())
+        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), place)
         by_call = zip(logits.split(rows), calls, strict=True)
         return [each.view(*tokens.shape, -1) for each, (tokens, _, _) in by_call]
 
@@ -134,10 +143,8 @@ class Weights:
                 self.matrix(each, mlp) for each in (block.mlp.gate_proj, block.mlp.up_proj)
             )
             layer.down = self.matrix(block.mlp.down_proj, mlp)
-            norms = [self.scales(part) for part in block.children() if isinstance(part, RMSNorm)]
-            layer.attention_norm, *post, layer.mlp_norm = norms[:3] if norms[3:] else norms
-            if post:
-                layer.attention_post_norm, layer.mlp_post_norm = *post, norms[3]
+            for field, name in NORMS[config.block].items():
+                setattr(layer, field, self.scales(block.get_submodule(name)))
             if config.head_norms:
                 layer.q_norm, layer.k_norm = map(self.scales, (of.q_norm, of.k_norm))
             layer.cos, layer.sin = angles[config.ropes[number]]
@@ -185,7 +192,7 @@ class Weights:
 
 def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
     """Return a copy of ``[out, in]`` weights in few bits, uint8 ``[blocks of 16 rows, bytes]``: the
-    codes of ``model.quantise.quantise``, laid out as ``code_tile`` in ``products.h`` reads them.
+    codes of ``model.quantise.quantise``, laid out as ``products.h`` draws them.
     """
     rows, columns = weight.shape
     groups = -(-columns // GROUP)
@@ -199,26 +206,22 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tens
     return copy
 
 
-def steps_of(calls: Sequence[tuple[Tensor, KVCache, int]]) -> Iterator[list[ctypes.Structure]]:
-    """Yield the texts of each step, of ``MOST_ROWS`` rows at most. A text with more rows is cut:
-    each of its parts but the last fills a step.
-    """
-    step: list[ctypes.Structure] = []
-    room = MOST_ROWS
-    for tokens, cache, start in calls:
-        texts, count = tokens.shape
-        entries = cache.addresses
-        head_bytes = cache.keys[0].stride(1) * cache.keys[0].itemsize
-        for text, first in [(t, f) for t in range(texts) for f in range(0, count, MOST_ROWS)]:
-            rows = min(MOST_ROWS, count - first)
-            if rows > room:
-                yield step
-                step, room = [], MOST_ROWS
-            of_tokens = tokens.data_ptr() + tokens.itemsize * (text * count + first)
-            of_entries = entries.data_ptr() + entries.itemsize * entries.stride(0) * text
-            step.append(Text(of_tokens, of_entries, rows, start + first, head_bytes))
-            room -= rows
-    yield step
+def texts_of(tokens: Tensor, cache: KVCache, start: int) -> list[ctypes.Structure]:
+    """Return the texts of a call with tokens ``[batch, T]``, each with its rows."""
+    count = tokens.shape[1]
+    entries = cache.addresses
+    text_bytes = entries.itemsize * entries.stride(0)
+    head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
+    return [
+        Text(
+            tokens.data_ptr() + tokens.itemsize * count * text,
+            entries.data_ptr() + text_bytes * text,
+            count,
+            start,
+            head_bytes,
+        )
+        for text in range(len(tokens))
+    ]
 
 
 def multiply_widened(product: nn.Linear, x: Tensor) -> Tensor:

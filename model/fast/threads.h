@@ -8,30 +8,32 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-#define INLINE static inline __attribute__((always_inline))
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE long most(long a, long b) { return a > b ? a : b; }
-
 typedef void Task(void *argument, long piece);
-enum { AWAKE = 2000, PATIENCE = 6000 }; /* looks before a thread yields, and before it sleeps */
-enum { STALLED = 2400, ALONE = 8 };     /* looks that tell of a lost core; steps without helpers */
+
+/* A thread without work looks for it AWAKE times, then yields its core between two looks; a helper
+ * sleeps after PATIENCE looks. A caller that has looked STALLED times for the end of a helper's
+ * pieces does ALONE steps by itself. */
+enum { AWAKE = 2000, STALLED = 2400, PATIENCE = 6000, ALONE = 8 };
 
 static struct {
-    _Alignas(64) atomic_long unclaimed; /* pieces; 0 or less if there is none */
-    _Alignas(64) atomic_long done;      /* by helpers */
-    _Alignas(64) atomic_long helpers, share;
+    _Alignas(64) atomic_long unclaimed;      /* pieces; 0 or less if there is none */
+    _Alignas(64) atomic_long done;           /* pieces, by helpers */
+    _Alignas(64) atomic_long helpers, share; /* of this step; pieces of a claim, at least */
     Task *task; /* this and the next two stay until all claimed pieces are done */
     void *argument;
-    long pieces, started, steps, alone;
-    pthread_mutex_t lock;
+    long pieces;
+    long started, steps, alone; /* helpers; steps so far; steps left to do alone */
+    pthread_mutex_t lock;       /* of helpers that sleep until a step has begun */
     pthread_cond_t begun;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER};
 
-static long work(void) { /* claims pieces until none is left, and does them: their number */
+/* Claim pieces and do them, until none is left. Returns how many were done here. */
+static long work(void) {
     long done = 0, unclaimed;
     while ((unclaimed = pool.unclaimed) > 0) {
-        long share = most(pool.share, unclaimed / (2 * (pool.helpers + 1)));
-        long left = atomic_fetch_sub(&pool.unclaimed, share), taken = most(0, least(share, left));
+        long share = max(pool.share, unclaimed / (2 * (pool.helpers + 1)));
+        long left = atomic_fetch_sub(&pool.unclaimed, share);
+        long taken = max(0, min(share, left));
         for (long piece = 0; piece < taken; piece++)
             pool.task(pool.argument, pool.pieces - left + piece);
         done += taken;
@@ -39,6 +41,7 @@ static long work(void) { /* claims pieces until none is left, and does them: the
     return done;
 }
 
+/* Life of a helper: work while there is some, then sleep until the next step. */
 static void *help(void *number) {
     for (long seen = 0;;) {
         for (long looks = 0; looks < PATIENCE; looks++) {
@@ -58,7 +61,8 @@ static void *help(void *number) {
     return NULL;
 }
 
-void use_threads(long threads) { /* wakes or starts helpers, for a step */
+/* Wake or start helpers, for a step on so many threads. */
+void use_threads(long threads) {
     pool.helpers = 0;
     if (threads == 1 || pool.alone-- > 0)
         return;
@@ -72,13 +76,16 @@ void use_threads(long threads) { /* wakes or starts helpers, for a step */
             pthread_detach(thread);
 }
 
-static void run(Task *task, void *argument, long pieces, long share) { /* at least share a claim */
+/* Do all pieces of a task on all threads, which claim at least ``share`` pieces at a time. */
+static void run(Task *task, void *argument, long pieces, long share) {
     if (pieces <= share || pool.helpers == 0) {
         for (long piece = 0; piece < pieces; piece++)
             task(argument, piece);
         return;
     }
-    pool.task = task, pool.argument = argument, pool.pieces = pieces;
+    pool.task = task;
+    pool.argument = argument;
+    pool.pieces = pieces;
     pool.share = share;
     pool.done = 0;
     pool.unclaimed = pieces;

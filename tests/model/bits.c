@@ -28,7 +28,7 @@ static char *weights(long kind, size_t count) {
         return (char *)found;
     uint16_t *narrowed = malloc(2 * count);
     for (size_t i = 0; i < count; i++)
-        narrowed[i] = narrow(found[i]);
+        narrowed[i] = to_bf16(found[i]);
     free(found);
     return (char *)narrowed;
 }

@@ -119,18 +119,21 @@ def test_inputs_are_rounded_with_a_scale_per_group(columns: int, seed: int) -> N
 def unpacked(copy: Tensor, bits: int, rows: int, columns: int) -> tuple[Tensor, ...]:
     """Codes ``[rows, columns]``, scales and zeros of a copy that ``products.h`` draws."""
     groups = -(-columns // GROUP)
+
+    def halves_of(found: Tensor) -> Tensor:
+        return torch.stack((found & 15, found >> 4), 2).view(-1, groups, 8, LANES, 4)
+
     if bits == 8:
-        codes = copy[:, : -4 * LANES].reshape(-1, groups, 8, LANES, 4)
+        found = copy[:, : -4 * LANES].reshape(-1, groups, 512)
+        codes = halves_of(found[..., :256]) + 16 * halves_of(found[..., 256:])
         scales = copy[:, -4 * LANES :].reshape(-1).view(torch.float32)[:rows, None]
         zeros = torch.zeros_like(scales)
     else:
-        found = copy.view(len(copy), groups, -1)
-        low, high = found[..., :256] & 15, found[..., :256] >> 4
-        codes = torch.stack((low, high), 2).view(-1, groups, 8, LANES, 4)
+        found = copy.view(-1, groups, 320)
+        codes = halves_of(found[..., :256])
         numbers = found[..., 256:].reshape(-1, groups, 4 * LANES).view(torch.bfloat16)
-        scales, zeros = (
-            each.transpose(1, 2).reshape(-1, groups)[:rows] for each in numbers.chunk(2, 2)
-        )
+        pairs = numbers.view(-1, groups, LANES, 2).transpose(1, 2).reshape(-1, groups, 2)[:rows]
+        scales, zeros = pairs.unbind(2)
     codes = codes.permute(0, 3, 1, 2, 4).reshape(-1, groups * GROUP)[:rows, :columns]
     return (codes.int() - 128 * (bits == 8)).to(torch.int8), scales, zeros
 

@@ -225,7 +225,7 @@ def test_a_prompt_is_read_in_float32_where_the_processor_does_not_multiply_bf16(
 
 
 @torch.inference_mode()
-def test_the_products_of_a_prompt_are_torchs_and_long_calls_are_cut_into_steps(
+def test_a_prompt_is_read_by_torch_and_a_call_of_any_length_by_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, text = accelerate(random_model("llama")), tokens_for(200)
@@ -235,8 +235,7 @@ def test_the_products_of_a_prompt_are_torchs_and_long_calls_are_cut_into_steps(
     assert {each.args[0] for each in call.call_args_list} == {"attend"} and cache.length == 100
     call.reset_mock()
     model(text[:, 100:], cache, 100)
-    assert [each.args[2][0].rows for each in call.call_args_list] == [64, 36]
-    assert cache.length == 200
+    assert call.call_count == 1 and cache.length == 200
 
 
 @pytest.mark.parametrize("split", [1, 7, 40, 99])
@@ -365,13 +364,13 @@ def test_a_step_reads_and_writes_no_memory_of_others(
 NUMBERS = """
 #include "%s"
 void narrow_all(const float *x, uint16_t *out, long count) {
-    for (long i = 0; i < count; i++) out[i] = narrow(x[i]);
+    for (long i = 0; i < count; i++) out[i] = to_bf16(x[i]);
 }
 void exponentials(const float *x, float *out, long count) {
     for (long i = 0; i < count; i++) out[i] = exponential(x[i]);
 }
 void tangents(const float *x, float *out, long count) {
-    for (long i = 0; i < count; i++) out[i] = tangent(x[i]);
+    for (long i = 0; i < count; i++) out[i] = hyperbolic_tangent(x[i]);
 }
 """
 
@@ -383,7 +382,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.skip("there is no C compiler named cc")
     source = tmp_path_factory.mktemp("numbers") / "numbers.c"
     source.write_text(NUMBERS % compiled.STEP)
-    made = compiled_program(source, source.parent, *compiled.target()[0].split(), "-shared")
+    made = compiled_program(source, source.parent, *compiled.target(), "-shared")
     library = compiled.ctypes.CDLL(str(made))
 
     def apply(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:

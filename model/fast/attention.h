@@ -1,0 +1,157 @@
+/* Products of attention: queries with keys, and weights with values, for up to a few dozen queries
+ * that read the same keys and values. From top to bottom: keys with a position in each lane, scores,
+ * weighted sums of values. It knows nothing of models, rows and windows.
+ *
+ * A score is one sum, to which the columns of a head are added from the first to the last; a lane
+ * holds the score of one position. A weighted sum gets the positions two by two, from the first to
+ * the last; a lane holds a column. So the bits do not depend on the number of queries, nor on the
+ * width of a register. */
+
+#include "products.h"
+
+enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK] */
+enum { TURNED = 2 * WIDTH }; /* positions whose keys are turned together */
+
+/* Turn keys, four bytes of each at a time: [TURNED, words] -> [words, TURNED], with a position in
+ * each lane. Those from ``count`` on are zeros. */
+static void turn_keys(const char *keys, long count, long words, Ints (*turned)[2]) {
+    for (int half = 0; half < 2; half++, keys += 4 * words * WIDTH, count -= WIDTH)
+        for (long word = 0; word < words; word += WIDTH) {
+            Ints rows[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++)
+                rows[i] = (Ints)load(F32, keys + 4 * (i * words + word),
+                                     i < count ? words - word : 0);
+            transpose(rows);
+            for (int i = 0; i < min(WIDTH, words - word); i++)
+                turned[word + i][half] = rows[i];
+        }
+}
+
+/* Scores of up to four rounded queries, x_bytes apart, at turned keys: -> [queries, CHUNK]. */
+INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const char *x,
+                  long x_bytes, float *out) {
+    Floats sums[4][2] = {0};
+    for (long word = 0; word < words; word++)
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * queries; i++) {
+            Ints keys = turned[word][i % 2];
+            const char *of = x + i / 2 * x_bytes + 4 * word;
+            Floats *sum = &sums[i / 2][i % 2];
+            if (kind == F32) {
+                *sum = multiply_add((Floats)keys, broadcast(AT(float, of)), *sum);
+            } else if (HAS_PAIRS) {
+                *sum = multiply_add_bf16(*sum, keys, AT(int32_t, of) - (Ints){0});
+            } else { /* even columns come before the odd ones: see round_inputs */
+                Floats even = (Floats)(keys << 16), odd = (Floats)(keys & (int32_t)0xFFFF0000);
+                of += word / LANES * 4 * LANES;
+                *sum = multiply_add(even, broadcast(AT(float, of)), *sum);
+                *sum = multiply_add(odd, broadcast(AT(float, of + 4 * LANES)), *sum);
+            }
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * queries; i++)
+        AT(FloatsAt, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
+}
+
+/* Scores of rounded queries at ``count`` keys of a head [count, size]: -> [queries, CHUNK]. */
+static void score_keys(long kind, long queries, const char *keys, long count, long size,
+                       const char *x, float *scores) {
+    long bytes = row_bytes(kind, size), x_bytes = input_bytes(kind, size);
+    Ints turned[bytes / 4][2];
+    for (long key = 0; key < count; key += TURNED) {
+        turn_keys(keys + key * bytes, count - key, bytes / 4, turned);
+        for (long query = 0; query < queries; query += 4)
+#pragma GCC unroll 4
+            for (int n = 1; n <= 4; n++) {
+                const char *of = x + query * x_bytes;
+                float *out = scores + query * CHUNK + key;
+                if (n == min(4, queries - query) && kind == BF16)
+                    score(BF16, n, turned, bytes / 4, of, x_bytes, out);
+                else if (n == min(4, queries - query))
+                    score(F32, n, turned, bytes / 4, of, x_bytes, out);
+            }
+    }
+}
+
+/* Bytes of a weight: values in bfloat16 meet such weights where pairs are multiplied. */
+INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
+
+/* Numbers of a weighted sum: columns of a head, filled to two registers, and a column's place. Where
+ * pairs are multiplied, the even columns of two registers come before the odd ones. */
+INLINE long padded(long size) { return (size + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH); }
+INLINE long place_of(long kind, long i) {
+    long column = i % (2 * WIDTH);
+    return weight_bytes(kind) == 4 ? i : i - column + column % 2 * WIDTH + column / 2;
+}
+
+/* Add two weighted values, 2 * WIDTH columns of each, to the sums of up to four queries. */
+INLINE void add_two(long kind, int queries, const char *one, const char *two, long left,
+                    const char *weights, Floats sums[4][2]) {
+    if (weight_bytes(kind) == 2) {
+        Ints a = (Ints)load(F32, one, left / 2), b = (Ints)load(F32, two, left / 2);
+        Ints even = (a & 0xFFFF) | b << 16;
+        Ints odd = (Ints)((Uints)a >> 16) | (b & (int32_t)0xFFFF0000);
+#pragma GCC unroll 4
+        for (int query = 0; query < queries; query++) {
+            Ints pair = AT(int32_t, weights + query * CHUNK * 2) - (Ints){0};
+            sums[query][0] = multiply_add_bf16(sums[query][0], even, pair);
+            sums[query][1] = multiply_add_bf16(sums[query][1], odd, pair);
+        }
+        return;
+    }
+#pragma GCC unroll 2
+    for (int of_two = 0; of_two < 2; of_two++, one = two, weights += 4) {
+        Floats first = load(kind, one, left);
+        Floats second = load(kind, one + WIDTH * bytes_of(kind), left - WIDTH);
+#pragma GCC unroll 4
+        for (int query = 0; query < queries; query++) {
+            Floats weight = broadcast(AT(float, weights + query * CHUNK * 4));
+            sums[query][0] = multiply_add(first, weight, sums[query][0]);
+            sums[query][1] = multiply_add(second, weight, sums[query][1]);
+        }
+    }
+}
+
+/* Add the weighted values of positions [begin, end) to the sums of up to four queries. Positions
+ * count from an even one. Two at a time are added, an even one first; beside the first or the last
+ * position zeros are. values [positions, size], weights [queries, CHUNK] -> out [queries, stride]. */
+INLINE void add_values(long kind, int queries, const char *values, long begin, long end, long size,
+                       const char *weights, float *out, long stride) {
+    static const char zeros[8 * WIDTH];
+    long row = size * bytes_of(kind), bytes = weight_bytes(kind);
+    for (long column = 0; column < size; column += 2 * WIDTH) {
+        Floats sums[4][2];
+        long left = size - column, at = begin & ~1;
+        const char *of = values + column * bytes_of(kind);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * queries; i++)
+            sums[i / 2][i % 2] = AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH);
+        if (begin % 2) {
+            add_two(kind, queries, zeros, of + begin * row, left, weights + at * bytes, sums);
+            at += 2;
+        }
+        for (; at + 1 < end; at += 2)
+            add_two(kind, queries, of + at * row, of + (at + 1) * row, left, weights + at * bytes,
+                    sums);
+        if (at < end)
+            add_two(kind, queries, of + at * row, zeros, left, weights + at * bytes, sums);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * queries; i++)
+            AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH) = sums[i / 2][i % 2];
+    }
+}
+
+/* The same for any number of queries, and for no positions at all. */
+static void attend_to(long kind, long queries, const char *values, long begin, long end, long size,
+                      const char *weights, float *out, long stride) {
+    for (; queries > 0 && begin < end; queries -= 4, out += 4 * stride) {
+#pragma GCC unroll 4
+        for (int n = 1; n <= 4; n++)
+            if (n == min(4, queries) && kind == BF16)
+                add_values(BF16, n, values, begin, end, size, weights, out, stride);
+            else if (n == min(4, queries))
+                add_values(F32, n, values, begin, end, size, weights, out, stride);
+        weights += 4 * CHUNK * weight_bytes(kind);
+    }
+}
