@@ -26,8 +26,9 @@ from torch.func import functional_call
 
 from model.cache import KVCache, static_capacity
 from model.decoder import Abilities, Decoder, Steps
+from model.device import compiled as compiled_code
 from model.fast import PreparedDecoder, gpu_bits
-from model.fast.graphs import compile_function, recorder_of
+from model.fast.graphs import recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import LayerPlan
 from model.quantise import GROUP, Quantised, Twins
@@ -233,7 +234,7 @@ class StaticDecoder(PreparedDecoder):
         super().__init__(model)
         model.twins = Twins(model, partial(low_bits, model))
         self.abilities = Abilities(gpu_bits(model.device, model.dtype), why_rows_vary=None)
-        self.run = compile_function(run_block) if compiled else run_block
+        self.run = compiled_code(run_block) if compiled else run_block
         self.captures = compiled
         self.steps: dict[KVCache, dict[LayerPlan, StaticStep]] = {}  # by static cache and plan
         self.used: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()  # by a text's cache

@@ -4,7 +4,6 @@ what the readable functions do, and any failure costs speed alone.
 
 import copy
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,13 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from decoding.randomness import inverse_cdf, race_at
-from decoding.sampling import probabilities
 from model.cache import static_capacity
 from model.decoder import Steps
-from model.fast import gpu, graphs
+from model.fast import gpu
 from model.fast.gpu import ROWS, StaticDecoder
-from model.fast.graphs import Launcher, compile_function
 from model.plan import LayerPlan
 from model.quantise import Twins
 from tests.configs import FAMILIES
@@ -198,72 +194,3 @@ def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     )
     model(TOKENS[:, :3], model.new_cache(20), 0)
     assert model.trouble is None and "alone" in model.abilities.why_rows_vary
-
-
-# Functions of rows
-
-
-def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
-    """Each capacity, plan and number of rows is one: the ninth would end the fast steps."""
-    multiply = compile_function(lambda x, number: x * number, backend="eager")
-    for number in range(1, torch._dynamo.config.recompile_limit + 4):
-        assert multiply(torch.ones(number), number).sum() == number**2
-
-
-@pytest.mark.parametrize(
-    ("function", "more"),
-    [
-        (probabilities, (None, None, None, None)),
-        (probabilities, (torch.empty(()), None, None, None)),
-        (probabilities, (torch.empty(()),) * 4),
-        (race_at, (torch.empty(1, dtype=torch.int64),)),
-        (inverse_cdf, (torch.empty(1),)),
-    ],
-    ids=["greedy", "temperature", "filters", "race", "ratio"],
-)
-@torch.inference_mode()
-def test_sampling_compiles_into_one_graph(
-    function: Callable[..., Tensor], more: tuple[Tensor | None, ...]
-) -> None:
-    """The branches of a GPU, on the meta device, which has no numbers to read."""
-    arguments = [None if each is None else each.to("meta") for each in more]
-    rows = torch.empty(1, 50, device="meta")
-    found = compile_function(function, backend="aot_eager")(rows, *arguments)
-    assert found.shape == (rows.shape if function is probabilities else (1,))
-
-
-def weigh(rows: Tensor, keys: Tensor, number: float, power: int | None) -> Tensor:
-    """Return a function of rows, of a tensor and a number that may change, and of a constant."""
-    return (rows * number) ** (power or 1) + keys[:, None]
-
-
-@torch.inference_mode()
-def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(graphs, "compile_function", lambda function: function)
-    launch, rows, keys = Launcher(record), torch.randn(19, 11), torch.arange(19)
-    for count, *more in product([1, 5, 19], [0.7, 1.3, 0.7], [None, 2]):
-        given = rows[-count:], keys[-count:], *more
-        torch.testing.assert_close(launch(weigh, *given), weigh(*given))
-    assert len(launch.graphs) == 6 and all(launch.graphs.values())
-
-
-@pytest.mark.parametrize(
-    "compile",
-    [
-        Mock(side_effect=FailOnRecompileLimitHit("no\n more")),
-        lambda function: lambda *arguments: function(*arguments) / 2,
-    ],
-    ids=["compiler", "wrong numbers"],
-)
-@torch.inference_mode()
-def test_a_function_that_cannot_be_launched_is_called_and_a_line_says_so(
-    compile: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(graphs, "compile_function", compile)
-    launch, given = Launcher(record), (torch.randn(2, 9), torch.arange(2), 3.0, None)
-    for _ in range(2):
-        assert torch.equal(launch(weigh, *given), weigh(*given))
-    said = capsys.readouterr().err
-    assert said.startswith("[weigh runs without a CUDA graph: ") and said.count("\n") == 1
