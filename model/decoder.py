@@ -62,8 +62,8 @@ class Steps:
 class Decoder(Steps, nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
-    A family's file supplies the types of its norm and of its block, a module that is made from
-    config and layer, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
+    A family's file supplies the types of its norm and of its block, a module that is made from the
+    config, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
     Parameter names are those of the checkpoint, without the prefix ``model.``. ``importance``
     holds, for each linear layer where it was measured, the mean square of its inputs, ``[in]``:
     weights are rounded by it.
@@ -90,7 +90,7 @@ class Decoder(Steps, nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self.layers = nn.ModuleList(self.new_block(config, n) for n in range(config.num_layers))
+        self.layers = nn.ModuleList(self.new_block(config) for _ in range(config.num_layers))
         self.norm = self.new_norm(config.hidden_size, config.norm_eps)
         # ``model.fast`` replaces both by faster ones
         self.attend: Callable[..., Tensor] = attend_causally  # of prompts
@@ -153,7 +153,8 @@ class Decoder(Steps, nn.Module):
         positions = layer_positions(self.config, start, tokens.shape[1], x, self.attend)
         for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = self.twins.block(layer, attention, mlp)
-            x = block(x, positions[layer], cache, attention=attention > 0, mlp=mlp > 0)
+            entries = cache.layer(layer) if cache else None
+            x = block(x, positions[layer], entries, attention=attention > 0, mlp=mlp > 0)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:

@@ -91,7 +91,7 @@ class TargetPass:
             return attend_masked(q, k, v, mask, **rest)
 
         self.positions = [
-            Positions(length, each.cos[first:], each.sin[first:], attend)
+            Positions(length, each.cos[first:], each.sin[first:], each.window, attend)
             for each in layer_positions(model.config, 0, length, self.last)
         ]
 
@@ -123,7 +123,8 @@ class Calibration:
             for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
                 block = self.twins.block(layer, attention, mlp)
                 place = text.positions[layer]
-                x = block(x, place, text.cache, attention=attention > 0, mlp=mlp > 0)
+                entries = text.cache.layer(layer)
+                x = block(x, place, entries, attention=attention > 0, mlp=mlp > 0)
             p = distribution(self.model.logits(text.last)[0], text.context, self.params)
             q = distribution(self.model.logits(x, head)[0], text.context, self.params)
             found.append(self.accepted(p, q, text.written)[:, 0].double())

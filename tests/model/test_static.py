@@ -24,12 +24,14 @@ from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 
 VOCAB = 19
+READABLE = gpu.run_block
 FULL = LayerPlan.full(3)
 TOKENS = torch.arange(60)[None] % VOCAB
+LONG = torch.arange(1600)[None] % VOCAB
 
 
 def static(family: str = "llama") -> StaticDecoder:
-    return StaticDecoder(tiny_model(family, vocab=VOCAB), compiled=False)
+    return StaticDecoder(tiny_model(family, vocab=VOCAB), captures=False)
 
 
 def record(compute: Callable[[], object]) -> Callable[[], None]:
@@ -79,15 +81,20 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_one_compiled_block_serves_all_layers(family: str) -> None:
+def test_one_compiled_block_serves_all_layers_and_caches_that_grow(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one graph without a break, with the readable block's logits."""
     backend = Mock(side_effect=torch._dynamo.lookup_backend("aot_eager"))
-    model = static(family)
-    model.run = torch.compile(
+    code = torch.compile(
         gpu.run_block, fullgraph=True, dynamic=False, backend=lambda *given: backend(*given)
     )
-    cache = model.new_cache(32)
-    for start in (0, 5):
+    monkeypatch.setattr(gpu, "compiled", lambda function: code)
+    model = static(family)
+    model.run = gpu.run_compiled
+    cache = model.new_cache(3000)
+    for start in (0, 5, 1600):
+        model.prefill(LONG[:, cache.length : start], cache, cache.length)
         expected = model.model(TOKENS[:, :5], copy.deepcopy(cache), start)
         assert_same(model(TOKENS[:, :5], cache, start), expected)
     assert model.trouble is None and backend.call_count == 1
@@ -123,10 +130,12 @@ def test_a_step_made_while_a_text_is_written_leaves_its_entries(
     restored, also where they fail.
     """
     model = static()
-    monkeypatch.setattr(gpu, "recorder_of", lambda device: record)
+    monkeypatch.setattr(gpu, "recorder", lambda: record)
     model.captures = way == "captured"
     if way == "failing":
-        model.run = lambda *given: gpu.run_block(*given) / 0
+        failing = Mock(side_effect=RuntimeError)
+        monkeypatch.setattr(gpu, "run_block", failing)
+        model.run = failing
     cache = model.new_cache(80)
     model.prefill(TOKENS, cache)
     before = [each.clone() for each in (*cache.keys, *cache.values)]
@@ -158,14 +167,14 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
         (RuntimeError("no\n  Triton"), "RuntimeError: no Triton"),
         (AssertionError(), "AssertionError"),
         (FailOnRecompileLimitHit("too many"), "FailOnRecompileLimitHit: too many"),
-        (lambda *given: -gpu.run_block(*given), "RuntimeError: a static step's logits are"),
+        (lambda *given: -READABLE(*given), "RuntimeError: a static step's logits are"),
         (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
     ],
     ids=["compiler", "assertion", "recompiles", "wrong numbers", "in the middle of a text"],
 )
 @torch.inference_mode()
 def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
-    broken: Any, said: str
+    broken: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = static()
     cache = model.new_cache(20)
@@ -174,6 +183,7 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     if start:
         model(TOKENS[:, :start], cache, 0)
         model.step_of(cache).run = failing
+    monkeypatch.setattr(gpu, "run_block", failing)
     model.run = failing
     found = model(TOKENS[:, start:9], cache, start)
     assert_same(found, model.model(TOKENS[:, :9])[:, start:])
@@ -184,11 +194,23 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
 
 
 @torch.inference_mode()
+def test_a_block_that_does_not_compile_is_captured_uncompiled_and_a_line_says_so(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "compiled", Mock(side_effect=RuntimeError("no\n C compiler")))
+    monkeypatch.setattr(gpu, "recorder", lambda: record)
+    model = StaticDecoder(tiny_model("llama", vocab=VOCAB))
+    assert_same(model(TOKENS[:, :9], model.new_cache(20), 0), model.model(TOKENS[:, :9]))
+    assert model.trouble is None
+    said = capsys.readouterr().err
+    assert said == "[steps are captured uncompiled: RuntimeError: no C compiler]\n"
+
+
+@torch.inference_mode()
 def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     model = static()
-    model.run = lambda block, weights, x, angles, mask, entries, *runs: gpu.run_block(
+    model.run = lambda block, x, angles, mask, entries, *runs: gpu.run_block(
         block,
-        weights,
         x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]),
         *(angles, mask, entries, *runs),
     )
