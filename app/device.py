@@ -32,9 +32,9 @@ def pick_device(name: str | None) -> torch.device:
     with suppress(RuntimeError, AssertionError):
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type in ("cpu", "cuda"):
+            torch.ones(1, device=device).sum().item()  # an allocation alone runs no kernel
             if device.index is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
-            torch.ones(1, device=device).sum().item()  # an allocation alone runs no kernel
             if platform.system() != "Linux":
                 say(f"untested: {platform.system()} with device {device.type}")
             return device

@@ -146,7 +146,8 @@ class KeyedRandomness(Randomness):
         if probs.device.type == "cpu":
             return torch.tensor(list(map(race_among_few, probs.numpy(), keys)))
         # from pageable memory the copy would wait
-        return compute(race_at, probs, torch.tensor(keys, pin_memory=probs.device.type == "cuda"))
+        host_keys = torch.tensor(keys, pin_memory=probs.device.type == "cuda")
+        return compute(race_at, probs, host_keys.to(probs.device, non_blocking=True))
 
     def accept(self, probabilities: Tensor) -> Tensor:
         """Raise TypeError: the verification of the race only draws."""
@@ -157,7 +158,6 @@ def race_at(probs: Tensor, keys: Tensor) -> Tensor:
     """Return the ``race`` of each row with the exponentials of its key: ``[rows, vocab]`` and
     ``[rows]`` int64 -> ``[rows]`` int64.
     """
-    keys = keys.to(probs.device, non_blocking=True)
     ids = torch.arange(probs.shape[-1], device=probs.device)
     # This is ids * GOLDEN + keys, which torch's compiler would begin in 32 bits.
     counters = (ids + keys[:, None] * signed(INVERSE)) * signed(GOLDEN)

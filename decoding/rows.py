@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.device import compiled
+from model.errors import in_words
 
 COMPARED = 256  # numbers of a chunk in which the least is found
 # Numbers of a chunk of a sum. More than 128 chunks would be divided among blocks of threads again,
@@ -36,8 +37,7 @@ def compute(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor
         return by_compiled_code(compiled(function), rows, *more)
     except Exception as error:  # of compilers and drivers
         NOT_COMPILED.add(function)
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"[{function.__name__} runs uncompiled: {said:.300}]", file=sys.stderr)
+        print(f"[{function.__name__} runs uncompiled: {in_words(error)}]", file=sys.stderr)
         return function(rows, *more)
 
 

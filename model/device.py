@@ -1,5 +1,6 @@
 """Clock of a device, its dtypes, and code that torch compiles for it."""
 
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     import torch._dynamo  # takes a second
 
+    print(f"[compiling {function.__name__} for the GPU: up to a minute, once]", file=sys.stderr)
     torch._dynamo.config.recompile_limit = RECOMPILES
     return torch.compile(function, fullgraph=True, dynamic=False)
 

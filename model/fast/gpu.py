@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from model.cache import KVCache, static_capacity
 from model.decoder import Abilities, Decoder, Steps
 from model.device import compiled
+from model.errors import in_words
 from model.fast import PreparedDecoder, gpu_bits
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import LayerPlan
@@ -439,8 +440,3 @@ class StaticDecoder(PreparedDecoder):
         if not torch.equal(alone, found[:, -1:]):
             why = "the kernels of this GPU give a row different bits alone and among others"
             self.abilities = self.abilities._replace(why_rows_vary=why)
-
-
-def in_words(error: Exception) -> str:
-    """Return the type and the message of an error in one short line."""
-    return f"{' '.join(f'{type(error).__name__}: {error}'.split()):.300}"

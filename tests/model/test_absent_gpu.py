@@ -202,7 +202,7 @@ def compile_functions(vocab: int, compiled: Callable[..., Any]) -> None:
         by_compiled_code(compiled(probabilities), probs, *filters)
     uniform = torch.empty(1, dtype=torch.float64, device="cuda")
     by_compiled_code(compiled(inverse_cdf), probs, uniform)
-    by_compiled_code(compiled(race_at), probs, torch.empty(1, dtype=torch.int64))
+    by_compiled_code(compiled(race_at), probs, torch.empty(1, dtype=torch.int64, device="cuda"))
 
 
 def main(shape: str, capability: str, dtype: str) -> None:
