@@ -13,9 +13,8 @@ of the bytes of a bf16 product, or one in Triton where weights are not bf16. In 
 the checkpoint's weights.
 """
 
-import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache as cached
 from functools import partial
 from itertools import count
@@ -287,6 +286,21 @@ class StaticStep:
         return self.logits[:, :count].clone()  # a later replay writes to the same memory
 
 
+class TextCache(KVCache):
+    """Cache of a text: the tensors of a static cache, which are lengthened when it needs more."""
+
+    def __init__(self, static: KVCache, capacity: int, make_room: Callable[[int], None]) -> None:
+        self.capacity = capacity
+        self.lengths = [0] * len(static.keys)
+        self.keys = static.keys
+        self.values = static.values
+        self.make_room = make_room
+
+    def claim(self, layers: Iterable[int], start: int, count: int) -> None:
+        super().claim(layers, start, count)
+        self.make_room(start + count)
+
+
 class StaticDecoder(PreparedDecoder):
     """``Decoder`` with static steps for a single text. Prompts are the decoder's.
 
@@ -319,9 +333,7 @@ class StaticDecoder(PreparedDecoder):
         for entries in (*static.keys, *static.values):
             # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
             entries.zero_()
-        cache = copy.copy(static)
-        cache.capacity = capacity
-        cache.lengths = [0] * self.num_layers
+        cache = TextCache(static, capacity, partial(self._make_room, static))
         self.used[cache] = static
         return cache
 
@@ -339,24 +351,18 @@ class StaticDecoder(PreparedDecoder):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _make_room(self, cache: KVCache | None, end: int) -> None:
-        """Lengthen the tensors of a text's cache where positions up to ``end``, and padded rows
+    def _make_room(self, static: KVCache, end: int) -> None:
+        """Lengthen the tensors of a static cache where positions up to ``end``, and padded rows
         after them, do not fit. Its steps are then made anew.
         """
-        static = None if cache is None else self.used.get(cache)
-        if static is None or end + ROWS <= static.capacity:
+        if end + ROWS <= static.capacity:
             return
         self.steps[static] = {}
         more = static_capacity(end) - static.capacity
         static.capacity += more
-        for tensors in (static.keys, static.values):  # which both caches have
+        for tensors in (static.keys, static.values):
             for layer, entries in enumerate(tensors):
                 tensors[layer] = F.pad(entries, (0, 0, 0, more))
-
-    def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        """Do as ``Decoder.prefill``."""
-        self._make_room(cache, start + tokens.shape[1])
-        self.model.prefill(tokens, cache, start)
 
     def __call__(
         self,
@@ -368,14 +374,15 @@ class StaticDecoder(PreparedDecoder):
         """Compute ``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in static
         steps.
         """
-        self._make_room(cache, start + tokens.shape[1])
-        step = None if cache is None else self.step_of(cache, plan)
+        plan = plan or LayerPlan.full(self.num_layers)
+        if cache in self.used:  # first, since longer tensors have other steps
+            cache.claim(plan.attention_layers, start, tokens.shape[1])
+        step = self.step_of(cache, plan)
         if step is None:
             return self.model(tokens, cache, start, plan)
         logits = []
         try:
             for first, part in zip(count(start, step.rows), tokens.split(step.rows, 1)):
-                cache.claim(step.plan.attention_layers, first, part.shape[1])
                 logits.append(step(part, first))
         except RuntimeError as error:  # of a driver or an allocator; entries are written again
             self._give_up(error)
@@ -389,11 +396,11 @@ class StaticDecoder(PreparedDecoder):
         self.abilities = self.abilities._replace(why_rows_vary=why)
 
     @torch.inference_mode()
-    def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
+    def step_of(self, cache: KVCache | None, plan: LayerPlan | None = None) -> StaticStep | None:
         plan = plan or LayerPlan.full(self.num_layers)
-        static = self.used.get(cache)
-        if static is None or self.trouble:
+        if cache not in self.used or self.trouble:
             return None
+        static = self.used[cache]
         steps = self.steps[static]
         while plan not in steps and not self.trouble:
             try:
