@@ -2,24 +2,29 @@
 what the readable functions do, and any failure costs speed alone.
 """
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from model.cache import static_capacity
+from model.config import parse_config
 from model.decoder import Steps
+from model.families import build
 from model.fast import gpu
 from model.fast.gpu import ROWS, StaticDecoder
 from model.plan import LayerPlan
-from model.quantise import Twins
-from tests.configs import FAMILIES
+from model.quantise import Quantised, Twins
+from tests.configs import FAMILIES, small
 from tests.laws import plans, tiny_model
 
 VOCAB = 19
@@ -158,6 +163,33 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
     found = model(TOKENS[:, :3], model.new_cache(20), 0, plan)
     assert model.trouble is None
     assert_same(found, model.model(TOKENS[:, :3], plan=plan))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@torch.inference_mode()
+def test_products_of_the_same_inputs_are_one_in_four_bits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel replaced by torch's product of the rounded weights."""
+    config = parse_config(small(family, hidden=32, vocab_size=24, head_dim=16))
+    readable = build(config).double().requires_grad_(False)
+    readable.initialise(std=0.5, generator=torch.Generator().manual_seed(0))
+    made: list[Tensor] = []
+
+    def product_of(weight: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        made.append(weight.codes)
+        return partial(F.linear, weight=weight.dequantised(torch.float64), bias=bias)
+
+    monkeypatch.setattr(gpu, "gpu_bits", lambda device, dtype: (4,))
+    monkeypatch.setattr("model.fast.four_bits.TritonLinear", product_of)
+    model = StaticDecoder(copy.deepcopy(readable), captures=False)
+    found = model(TOKENS[:, :3], model.new_cache(20), 0, FULL.in_bits(4, head=4))
+    assert model.trouble is None and len(made) == 4 * model.num_layers + 1
+    readable.twins = Twins(
+        readable,
+        lambda each, bits: product_of(readable.rounded(each, bits), getattr(each, "bias", None)),
+    )
+    assert_same(found, readable(TOKENS[:, :3], plan=FULL.in_bits(4, head=4)))
 
 
 @pytest.mark.parametrize(
