@@ -60,7 +60,8 @@ quietly = @mkdir -p .venv; echo "$(1)"; $(2) >>$(LOG) 2>&1 || { tail -n 3 $(LOG)
 install = $(BIN)/python -m pip install --disable-pip-version-check
 
 .venv/ready: requirements.txt
-	$(call quietly,making .venv,$(PYTHON) -m venv .venv)
+	$(call quietly,making .venv,{ $(PYTHON) -m venv .venv || { $(PYTHON) -m pip install virtualenv && \
+		$(PYTHON) -m virtualenv .venv; }; })
 	$(call quietly,installing torch and other libraries (0.4 GB with torch for CPUs; gigabytes for GPUs),\
 		$(install) -r requirements.txt)
 	@command -v cc >/dev/null || { echo "installing a C compiler, since there is none (ziglang)"; \

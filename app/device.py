@@ -13,27 +13,36 @@ from app.command_line import say
 from model.errors import InputError
 
 NVIDIA = Path("/proc/driver/nvidia/version")  # of a driver that is loaded
+# with code for older drivers, and for GPUs of compute capability 5.0 to 7.0
+WHEELS = "try pip install torch --index-url https://download.pytorch.org/whl/cu126"
 MALLOPT = {-4: 0, -1: 2**31 - 1, -2: 2**28}  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return the device of this name; None is a GPU where there is one. Raises InputError without
-    it.
+    """Return the device of this name, which is the current one from then on; None is a GPU where
+    there is one. Raises InputError without it.
     """
     if name is None and not torch.cuda.is_available() and NVIDIA.exists():
         cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
         say(
             "the CPU is used although there is an NVIDIA GPU:"
-            f" torch {torch.__version__} is built for {cuda or 'CPUs'}"
+            f" torch {torch.__version__} is built for {cuda or 'CPUs'}; {WHEELS}"
         )
     # torch's for an unknown name and for a missing GPU
     with suppress(RuntimeError, AssertionError):
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type in ("cpu", "cuda"):
-            torch.empty(1, device=device)
+            torch.ones(1, device=device).sum().item()  # an allocation alone runs no kernel
+            if device.index is not None and device.type == "cuda":
+                torch.cuda.set_device(device)
             if platform.system() != "Linux":
                 say(f"untested: {platform.system()} with device {device.type}")
             return device
+    if torch.cuda.is_available() and str(name or "cuda").startswith("cuda"):
+        raise InputError(
+            f"torch {torch.__version__} cannot compute on {name or 'cuda'}: {WHEELS}, or give"
+            " --device cpu"
+        )
     if str(name).startswith("mps"):  # tokens are drawn in it
         raise InputError("mps cannot compute in float64: give --device cpu")
     raise InputError(f"device {name!r} is not there: give cpu, or cuda on a machine with a GPU")

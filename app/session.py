@@ -541,6 +541,8 @@ def pieces(sample: Sample, rounds: Iterator[Round]) -> Iterator[str]:
 def accelerated(model: Decoder, options: Options) -> Decoder:
     """Return the model with fast steps, where ``model.fast`` is there and has any."""
     if options.no_compile:
+        if model.device.type == "cuda":
+            torch.compiler.set_stance("force_eager")  # of sampling too
         return model
     with suppress(ModuleNotFoundError):
         from model.fast import accelerate

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.device import launch
+from decoding.rows import compute, first_least, running_sums
 
 
 class Place(NamedTuple):
@@ -70,7 +70,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     ``[rows]``: float64 in [0, 1). Returns ``[rows]`` int64. For a row of zeros the result is
     meaningless, and the caller must discard it.
     """
-    cumulative = probs.double().cumsum(-1)
+    cumulative = running_sums(probs.double())
     total = cumulative[:, -1:]
     # u · total can round up to total, which is beyond every token. So it is at most the number just
     # below total.
@@ -82,7 +82,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     # A parallel sum, as on a GPU, need not be monotone: its last digit may rise at a token of
     # probability 0, and u may fall into that gap. For such a u, at most one in 10¹³, the likeliest
     # token is taken.
-    return torch.where(possible, found, probs.max(-1, keepdim=True).indices)[:, 0]
+    return torch.where(possible[:, 0], found[:, 0], first_least(-probs))
 
 
 class SeededRandomness(Randomness):
@@ -114,7 +114,7 @@ class SeededRandomness(Randomness):
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """Return the token by ``inverse_cdf``: never one of probability 0."""
-        return launch(inverse_cdf, probs[None], self.uniform(1))[0]
+        return compute(inverse_cdf, probs[None], self.uniform(1))[0]
 
     def accept(self, probabilities: Tensor) -> Tensor:
         return self.uniform(len(probabilities)) < probabilities
@@ -146,7 +146,8 @@ class KeyedRandomness(Randomness):
         if probs.device.type == "cpu":
             return torch.tensor(list(map(race_among_few, probs.numpy(), keys)))
         # from pageable memory the copy would wait
-        return launch(race_at, probs, torch.tensor(keys, pin_memory=probs.device.type == "cuda"))
+        host_keys = torch.tensor(keys, pin_memory=probs.device.type == "cuda")
+        return compute(race_at, probs, host_keys.to(probs.device, non_blocking=True))
 
     def accept(self, probabilities: Tensor) -> Tensor:
         """Raise TypeError: the verification of the race only draws."""
@@ -157,7 +158,6 @@ def race_at(probs: Tensor, keys: Tensor) -> Tensor:
     """Return the ``race`` of each row with the exponentials of its key: ``[rows, vocab]`` and
     ``[rows]`` int64 -> ``[rows]`` int64.
     """
-    keys = keys.to(probs.device, non_blocking=True)
     ids = torch.arange(probs.shape[-1], device=probs.device)
     # This is ids * GOLDEN + keys, which torch's compiler would begin in 32 bits.
     counters = (ids + keys[:, None] * signed(INVERSE)) * signed(GOLDEN)
@@ -169,7 +169,7 @@ def race(probs: Tensor, gaps: Tensor) -> Tensor:
     -> ``[rows]`` int64; 1 - u is int64 in units of 2⁻⁵³.
     """
     exponentials = -torch.log1p(gaps.double().mul_(-(2.0**-53)))
-    return torch.where(probs > 0, exponentials / probs.double(), math.inf).argmin(-1)
+    return first_least(torch.where(probs > 0, exponentials / probs.double(), math.inf))
 
 
 def race_among_few(probs: np.ndarray, key: int) -> int:

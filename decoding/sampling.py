@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.device import launch
+from decoding.rows import compute, first_least, running_sums
 from model.errors import InputError
 
 # On a CPU the filters see the tokens whose scores are at most this far below the largest: the next
@@ -89,7 +89,10 @@ def distribution(
         params.min_p or None,
         float(min(params.top_k, logits.shape[-1])) or None,
     )
-    return launch(probabilities, scores, *filters)
+    scores = scores.to(wide)
+    if scores.device.type == "cpu":
+        return torch.from_numpy(probabilities_by_few(scores.numpy(), *filters))
+    return compute(probabilities, scores, *filters)
 
 
 def penalised(scores: Tensor, context: Tensor, params: SamplingParams) -> Tensor:
@@ -112,28 +115,29 @@ def penalised(scores: Tensor, context: Tensor, params: SamplingParams) -> Tensor
 
 
 def probabilities(
-    logits: Tensor,
+    scores: Tensor,
     temperature: float | None,
     top_p: float | None,
     min_p: float | None,
     top_k: float | None,
 ) -> Tensor:
-    """Return the probabilities of logits ``[rows, vocab]``, in at least float32: see
-    ``distribution``.
+    """Return the probabilities of scores ``[rows, vocab]``, in their dtype: see ``distribution``.
 
-    None: greedy, or no such filter. Numbers may be tensors ``[]``, as in a graph.
+    None: greedy, or no such filter. Numbers may be tensors ``[]``, as for compiled code.
     """
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if scores.device.type == "cpu":
-        found = probabilities_by_few(scores.numpy(), temperature, top_p, min_p, top_k)
-        return torch.from_numpy(found)
     largest = scores.amax(-1, keepdim=True)  # or a NaN
     if temperature is None:
-        zeros = torch.zeros_like(scores)
-        likeliest = scores.argmax(-1, keepdim=True)
-        return zeros.scatter_(-1, likeliest, largest.isfinite().to(scores.dtype))
-    scores = filtered((scores - largest) / temperature, top_p, min_p, top_k)
-    return torch.where(largest.isfinite(), scores.softmax(-1), 0.0)
+        ids = torch.arange(scores.shape[-1], device=scores.device)
+        is_likeliest = ids == first_least(-scores)[:, None]
+        return is_likeliest.logical_and(largest.isfinite()).to(scores.dtype)
+    probs = softmax(filtered((scores - largest) / temperature, top_p, min_p, top_k))
+    return torch.where(largest.isfinite(), probs, 0.0)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Return the softmax of rows whose largest score is 0, as it is in all rows here."""
+    weights = scores.exp()
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def filtered(
@@ -148,9 +152,9 @@ def filtered(
         kth = descending.masked_fill(places >= top_k, math.inf).amin(-1, keepdim=True)
         scores = scores.masked_fill(scores < kth, -math.inf)  # ties with the k-th stay
     if top_p is not None:
-        scores = scores.masked_fill(unlikely(scores.softmax(-1), 1 - top_p), -math.inf)
+        scores = scores.masked_fill(unlikely(softmax(scores), 1 - top_p), -math.inf)
     if min_p is not None:
-        probs = scores.softmax(-1)
+        probs = softmax(scores)
         scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -math.inf)
     return scores
 
@@ -182,7 +186,7 @@ def probabilities_by_few(
             scaled = (row - row[likeliest]) / temperature
         ids, mass = candidates(scaled, top_p, min_p, top_k)
         few = filtered(torch.from_numpy(scaled[ids]), top_p and top_p / mass, min_p, top_k)
-        kept[ids] = few.softmax(-1).numpy()
+        kept[ids] = softmax(few).numpy()
     return probs
 
 
@@ -226,6 +230,6 @@ def unlikely(probs: Tensor, mass: float) -> Tensor:
     in the mask.
     """
     ascending, order = probs.sort(dim=-1, stable=True)
-    removed = ascending.cumsum(-1) <= mass
+    removed = running_sums(ascending) <= mass
     removed[..., -1] = False
     return torch.zeros_like(removed).scatter(-1, order, removed)

@@ -1,7 +1,10 @@
 """KV cache with explicit positions, whose rollback costs nothing."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +61,11 @@ class KVCache:
         self.values[layer][:, :, start:end] = values
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
+    @property
+    def layers(self) -> list[LayerCache]:
+        """Entries of each layer."""
+        return [LayerCache(self, layer) for layer in range(len(self.lengths))]
+
     def claim(self, layers: Iterable[int], start: int, count: int) -> None:
         """Mark ``[start, start + count)`` as the last valid entries of these layers."""
         end = start + count
@@ -82,7 +90,7 @@ class KVCache:
             raise ValueError(f"a cache cannot be cut to {length} positions")
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
-    def copy_from(self, source: "KVCache", length: int) -> None:
+    def copy_from(self, source: KVCache, length: int) -> None:
         """Copy another cache's first ``length`` entries, and forget all others."""
         for target, entries in zip(
             (*self.keys, *self.values), (*source.keys, *source.values), strict=True
@@ -91,11 +99,22 @@ class KVCache:
         self.lengths = [length] * len(self.lengths)
 
 
+class LayerCache(NamedTuple):
+    """Entries of one layer of a cache, as its attention writes and reads them."""
+
+    cache: KVCache
+    layer: int
+
+    def write(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Do as ``KVCache.write`` for this layer."""
+        return self.cache.write(self.layer, start, keys, values)
+
+
 def static_capacity(positions: int) -> int:
     """Return the positions of a GPU's cache: a power of two of ``positions`` or more, and padded
     rows.
 
-    So the longest context of 131,072 tokens has eight sizes, for each of which steps are compiled
+    So the longest context of 131,072 tokens has eight sizes, for each of which steps are captured
     again. The room for padded rows is larger than any step needs.
     """
     return max(1024, 1 << (positions - 1).bit_length()) + 512

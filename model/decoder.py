@@ -62,8 +62,8 @@ class Steps:
 class Decoder(Steps, nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
-    A family's file supplies the types of its norm and of its block, a module that is made from
-    config and layer, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
+    A family's file supplies the types of its norm and of its block, a module that is made from the
+    config, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
     Parameter names are those of the checkpoint, without the prefix ``model.``. ``importance``
     holds, for each linear layer where it was measured, the mean square of its inputs, ``[in]``:
     weights are rounded by it.
@@ -90,7 +90,7 @@ class Decoder(Steps, nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self.layers = nn.ModuleList(self.new_block(config, n) for n in range(config.num_layers))
+        self.layers = nn.ModuleList(self.new_block(config) for _ in range(config.num_layers))
         self.norm = self.new_norm(config.hidden_size, config.norm_eps)
         # ``model.fast`` replaces both by faster ones
         self.attend: Callable[..., Tensor] = attend_causally  # of prompts
@@ -152,8 +152,9 @@ class Decoder(Steps, nn.Module):
         x = self.embed(tokens)
         attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
         positions = layer_positions(self.config, start, tokens.shape[1], x, attend)
-        for block, place in zip(self.twins.blocks(plan), positions, strict=True):
-            x = block(x, place, cache)
+        layers = cache.layers if cache else [None] * self.num_layers
+        for block, place, entries in zip(self.twins.blocks(plan), positions, layers, strict=True):
+            x = block(x, place, entries)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:

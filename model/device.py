@@ -1,26 +1,27 @@
-"""Clock of a device, its dtypes, and functions of rows that a GPU runs as one launch each."""
+"""Clock of a device, its dtypes, and code that torch compiles for it."""
 
+import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-# by device; each is called with a function and its arguments. ``model.fast`` puts launchers here.
-LAUNCHERS: dict[torch.device, Callable[..., Tensor]] = {}
+# versions of a function that torch compiles, over all models, plans and filters
+RECOMPILES = 64
 
 
-def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
-    """Return ``function(rows, *more)``, computed in one launch where the device of the rows has a
-    launcher.
-
-    A row of the result may depend on the same row of the tensors only.
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the code of a function, compiled as one graph for each kind of arguments when it is
+    called. What is marked as dynamic is not part of the kind.
     """
-    launcher = LAUNCHERS.get(rows.device)
-    if launcher is None:
-        return function(rows, *more)
-    return launcher(function, rows, *more)
+    import torch._dynamo  # takes a second
+
+    print(f"[compiling {function.__name__} for the GPU: up to a minute, once]", file=sys.stderr)
+    torch._dynamo.config.recompile_limit = RECOMPILES
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def now(device: torch.device) -> float:

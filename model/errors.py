@@ -1,4 +1,4 @@
-"""Exception for errors that a user can fix."""
+"""Exception for errors that a user can fix, and other errors in words."""
 
 NON_FINITE = (
     "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its"
@@ -23,3 +23,8 @@ class InputError(ValueError):
         return "".join(
             character if character.isprintable() else " " for character in super().__str__()
         )
+
+
+def in_words(error: Exception) -> str:
+    """Return the type and the message of an error in one line of up to 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

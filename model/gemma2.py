@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache
+from model.cache import LayerCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, normalise
@@ -34,18 +34,24 @@ class Gemma2Block(nn.Module):
     The norm after a sublayer belongs to it: a skipped sublayer skips it too and adds nothing.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         norm = partial(UnitOffsetRMSNorm, config.hidden_size, config.norm_eps)
         self.input_layernorm = norm()
-        self.self_attn = Attention(config, layer, UnitOffsetRMSNorm)
+        self.self_attn = Attention(config, UnitOffsetRMSNorm)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
         self.mlp = GatedMLP(config, partial(F.gelu, approximate="tanh"))
         self.post_feedforward_layernorm = norm()
 
     def forward(
-        self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool
+        self,
+        x: Tensor,
+        positions: Positions,
+        cache: LayerCache | None,
+        *,
+        attention: bool,
+        mlp: bool,
     ) -> Tensor:
         if attention:
             x = x + self.post_attention_layernorm(

@@ -6,7 +6,7 @@ least float32 (``wide_dtype``), whatever the model's dtype; everything else stay
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache
+from model.cache import LayerCache
 from model.config import ModelConfig, Rope
 from model.plan import SINKS
 
@@ -232,16 +232,18 @@ def attend_causally(
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of the T new tokens of a forward pass, for layers of one rotary embedding.
+    """Positions of the T new tokens of a forward pass, for one layer.
 
     ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles.
-    ``attend`` computes their attention: it is ``attend_causally``, or a function with its
-    parameters that is faster or has another mask.
+    ``window`` is the layer's sliding window in tokens; None is full attention. ``attend`` computes
+    the attention: it is ``attend_causally``, or a function with its parameters that is faster or
+    has another mask.
     """
 
     start: int
     cos: Tensor
     sin: Tensor
+    window: int | None = None
     attend: Callable[..., Tensor] = attend_causally
 
 
@@ -255,24 +257,26 @@ def layer_positions(
     """Return the positions ``[start, start + count)`` for each layer, with angles in the dtype of
     ``like``.
     """
-    by_rope = {
-        rope: Positions(start, *rotary_angles(rope, config.head_dim, start, count, like), attend)
-        for rope in set(config.ropes)
+    angles = {
+        rope: rotary_angles(rope, config.head_dim, start, count, like) for rope in set(config.ropes)
     }
-    return [by_rope[rope] for rope in config.ropes]
+    return [
+        Positions(start, *angles[rope], window, attend)
+        for rope, window in zip(config.ropes, config.windows, strict=True)
+    ]
 
 
 class Attention(nn.Module):
     """Attention sublayer: projections, norms of heads, rotary embedding, cache, attention.
 
     Parameter names are Hugging Face's. Where the family has ``head_norms``, each head of q and k is
-    normed by itself (arXiv 2302.05442, section 2).
+    normed by itself (arXiv 2302.05442, section 2). The layers of a model differ in weights alone:
+    what else depends on the layer comes with positions and cache.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
+    def __init__(self, config: ModelConfig, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
         self.config = config
-        self.layer = layer
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
         biased = config.attention_bias
@@ -284,14 +288,17 @@ class Attention(nn.Module):
             self.q_norm = norm(config.head_dim, config.norm_eps)
             self.k_norm = norm(config.head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
-        """Return ``[B, T, hidden]`` for the same shape; a cache, if given, is written at the
-        positions.
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Return queries, keys and values, ``[B, T, heads · D]`` each."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
+        """Return ``[B, T, hidden]`` for the same shape; the layer's cache, if given, is written at
+        the positions.
         """
         c = self.config
         q, k, v = (  # [B, H or K, T, D]
-            projection(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            heads.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for heads in self.project(x)
         )
         if c.head_norms:
             q = self.q_norm(q)
@@ -299,9 +306,9 @@ class Attention(nn.Module):
         q = rotate(q, positions.cos, positions.sin)
         k = rotate(k, positions.cos, positions.sin)
         if cache is not None:
-            k, v = cache.write(self.layer, positions.start, k, v)
+            k, v = cache.write(positions.start, k, v)
         out = positions.attend(
-            q, k, v, c.windows[self.layer], scale=c.attention_scale, soft_cap=c.attention_soft_cap
+            q, k, v, positions.window, scale=c.attention_scale, soft_cap=c.attention_soft_cap
         )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -322,5 +329,10 @@ class GatedMLP(nn.Module):
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias
         )
 
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the products by gate and up, ``[B, T, intermediate]`` each."""
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x)
+        return self.down_proj(self.activation(gate) * up)

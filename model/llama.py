@@ -8,7 +8,7 @@ part of ``model.layers.Attention``.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache
+from model.cache import LayerCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm
@@ -17,15 +17,21 @@ from model.layers import Attention, GatedMLP, Positions, RMSNorm
 class LlamaBlock(nn.Module):
     """Block: x + attention(norm(x)), then x + mlp(norm(x)), unless the plan skips it."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config, F.silu)
 
     def forward(
-        self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool
+        self,
+        x: Tensor,
+        positions: Positions,
+        cache: LayerCache | None,
+        *,
+        attention: bool,
+        mlp: bool,
     ) -> Tensor:
         if attention:
             x = x + self.self_attn(self.input_layernorm(x), positions, cache)

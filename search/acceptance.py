@@ -91,7 +91,7 @@ class TargetPass:
             return attend_masked(q, k, v, mask, **rest)
 
         self.positions = [
-            Positions(length, each.cos[first:], each.sin[first:], attend)
+            Positions(length, each.cos[first:], each.sin[first:], each.window, attend)
             for each in layer_positions(model.config, 0, length, self.last)
         ]
 
@@ -120,8 +120,9 @@ class Calibration:
         head = self.twins.head(plan.head)
         for text in self.passes:
             x = text.embedded
-            for block, place in zip(self.twins.blocks(plan), text.positions, strict=True):
-                x = block(x, place, text.cache)
+            layers = zip(self.twins.blocks(plan), text.positions, text.cache.layers, strict=True)
+            for block, place, entries in layers:
+                x = block(x, place, entries)
             p = distribution(self.model.logits(text.last)[0], text.context, self.params)
             q = distribution(self.model.logits(x, head)[0], text.context, self.params)
             found.append(self.accepted(p, q, text.written)[:, 0].double())

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-from tests.browser import headless
 from tests.calls import status_of
 from tests.commands import Outcome, Run
 
@@ -92,6 +91,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Headless Chromium, once for all tests."""
+    pytest.importorskip("selenium")
+    from tests.browser import headless
+
     chromium = headless()
     if chromium is None:
         pytest.skip("no browser: install chromium and chromium-driver to run this test")

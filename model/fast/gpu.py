@@ -2,9 +2,10 @@
 
 Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the
 same shape: ``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all
-positions of the cache. The readable block is compiled once (``torch.compile``). All layers share
-its code: their weights are arguments. The whole step is then captured and replayed as one launch. A
-step takes as long as reading its weights: padded rows cost little.
+positions of the cache. The readable block is compiled once (``torch.compile``), and its code serves
+all layers and all sizes of caches. The whole step is then captured and replayed as one launch; so
+is the block itself, where it cannot be compiled. A step takes as long as reading its weights:
+padded rows cost little.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on
 other rows, which is checked. Drafts in four bits use torch's tinygemm kernel, which reads a third
@@ -12,42 +13,43 @@ of the bytes of a bf16 product, or one in Triton where weights are not bf16. In 
 the checkpoint's weights.
 """
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache as cached
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from model.cache import KVCache, static_capacity
 from model.decoder import Abilities, Decoder, Steps
+from model.device import compiled
+from model.errors import in_words
 from model.fast import PreparedDecoder, gpu_bits
-from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import LayerPlan
-from model.quantise import GROUP, Quantised, Twins
+from model.quantise import GROUP, Product, Quantised, Twins, with_parts
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
 # address gives.
 TOLERANCE = 0.2
+JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # products of the same inputs
 
 
-@dataclass(frozen=True)
-class StaticEntries:
+class StaticEntries(NamedTuple):
     """Layer of a cache for a static step: written at tensor positions, read over all."""
 
     keys: Tensor
     values: Tensor
     index: Tensor
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as ``KVCache.write``; ``layer`` and ``start`` are ignored."""
+    def write(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Do as ``LayerCache.write``; ``start`` is ignored."""
         self.keys.index_copy_(2, self.index, keys)
         self.values.index_copy_(2, self.index, values)
         return self.keys, self.values
@@ -66,12 +68,12 @@ def attend_statically(
     """Return masked grouped-query attention (``model.layers.attend_masked``) of a static step, with
     a mask ``[G · rows, S]``, written out: a compiler fuses it.
 
-    The two products over all positions occupy a GPU even where heads are few. Softmax is in the
-    wide dtype.
+    The two products over all positions occupy a GPU even where heads are few. Queries are scaled,
+    since q·k of a large model can exceed float16. Softmax is in the wide dtype.
     """
     # the query heads of a key head are laid end to end
-    rows = q.reshape(1, k.shape[1], -1, q.shape[3])
-    scores = (rows @ k.transpose(2, 3)).to(wide_dtype(q.dtype)) * scale
+    rows = (q * scale).reshape(1, k.shape[1], -1, q.shape[3])
+    scores = (rows @ k.transpose(2, 3)).to(wide_dtype(q.dtype))
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = torch.softmax(scores + mask, dim=-1).to(q.dtype)
@@ -80,7 +82,6 @@ def attend_statically(
 
 def run_block(
     block: nn.Module,
-    weights: dict[str, Tensor],
     x: Tensor,
     angles: tuple[Tensor, Tensor],
     mask: Tensor,
@@ -88,11 +89,23 @@ def run_block(
     attention: bool,
     mlp: bool,
 ) -> Tensor:
-    """Run the readable block with the ``weights`` of another layer: this is what is compiled."""
-    positions = Positions(0, *angles, partial(attend_statically, mask))
-    return functional_call(
-        block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp}
-    )
+    """Run a readable block at static positions: this is what is compiled."""
+    positions = Positions(0, *angles, attend=partial(attend_statically, mask))
+    return block(x, positions, entries, attention=attention, mlp=mlp)
+
+
+def run_compiled(
+    block: nn.Module,
+    x: Tensor,
+    angles: tuple[Tensor, Tensor],
+    mask: Tensor,
+    entries: StaticEntries,
+    *runs: bool,
+) -> Tensor:
+    """Run a block by code that is compiled once for all numbers of positions."""
+    for tensor, dimension in ((mask, 1), (entries.keys, 2), (entries.values, 2)):
+        torch._dynamo.mark_dynamic(tensor, dimension)
+    return compiled(run_block)(block, x, angles, mask, entries, *runs)
 
 
 class Int4Linear(nn.Module):
@@ -116,29 +129,99 @@ class Int4Linear(nn.Module):
         return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
 
 
-@torch.no_grad()
-def low_bits(
-    model: Decoder, product: nn.Linear | nn.Embedding, bits: int
-) -> Callable[[Tensor], Tensor]:
-    """Return a low-bit twin of a product, or the product by the checkpoint's weights where the
-    kernel does not take it.
+class LowBits(Twins):
+    """Low-bit twins on a GPU, by a kernel where there is one, and else by the checkpoint's weights.
+
+    Products of the same inputs are one: four launches per layer in place of seven.
     """
-    is_linear = isinstance(product, nn.Linear)
-    rows, columns = product.weight.shape
-    if bits in gpu_bits(model.device, model.dtype) and rows % 8 == 0 and columns % GROUP == 0:
-        bias = product.bias if is_linear else None
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model, self._product)
+
+    def _product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product:
+        plain = (
+            product if isinstance(product, nn.Linear) else partial(F.linear, weight=product.weight)
+        )
+        return self._kernel([product], bits) or plain
+
+    def _new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
+        names = next(names for names in JOINED if hasattr(sublayer, names[0]))
+        parts = [getattr(sublayer, name) for name in names]
+        joined = self._kernel(parts, bits)
+        if joined is None:
+            return super()._new_sublayer(sublayer, bits)
+        twin = super()._new_sublayer(with_parts(sublayer, dict.fromkeys(names)), bits)
+        sizes = [part.out_features for part in parts]
+        twin.project = lambda x: joined(x).split(sizes, -1)
+        return twin
+
+    @torch.no_grad()
+    def _kernel(self, products: list[nn.Module], bits: int) -> Product | None:
+        """Return the product by the weights of several, one after another, in few bits; None where
+        no kernel takes them.
+        """
+        model = self.model
+        shapes = [product.weight.shape for product in products]
+        fits = all(rows % 8 == 0 and columns % GROUP == 0 for rows, columns in shapes)
+        if bits not in gpu_bits(model.device, model.dtype) or not fits:
+            return None
+        rounded = [model.rounded(product, bits) for product in products]
+        weight = Quantised(
+            *(
+                torch.cat([getattr(each, part) for each in rounded])
+                for part in ("codes", "scale", "zero")
+            )
+        )
+        biases = [getattr(product, "bias", None) for product in products]
+        bias = None if biases[0] is None else torch.cat(biases)
         if model.dtype == torch.bfloat16:
-            return Int4Linear(model.rounded(product, bits), bias)
+            return Int4Linear(weight, bias)
         from model.fast.four_bits import TritonLinear  # where Triton is installed
 
-        return TritonLinear(model.rounded(product, bits), bias)
-    return product if is_linear else partial(F.linear, weight=product.weight)
+        return TritonLinear(weight, bias)
+
+
+class Recorder:
+    """Recorder of CUDA graphs, which share one memory pool."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        # A pool whose last graph has died cannot be used again. So this graph is kept.
+        self.smallest = self(partial(torch.zeros, 1, device="cuda"))
+
+    def __call__(self, compute: Callable[[], object]) -> Callable[[], None]:
+        """Record ``compute`` as a graph; returns the replay.
+
+        It runs once before on the same stream, so that libraries allocate their workspaces outside
+        of the graph. Raises what ``compute`` raises, and RuntimeError where it cannot be recorded.
+        """
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        try:
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                compute()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                compute()
+        except Exception as error:
+            # Ctrl-C makes a capture invalid, whose end then raises another error
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
+        finally:
+            # an invalid capture leaves its stream the current one
+            torch.cuda.set_stream(current)
+        return graph.replay
+
+
+recorder = cached(Recorder)
 
 
 class StaticStep:
     """Step of a plan on a cache for up to ``rows`` tokens, by the same kernels on the same buffers.
 
-    ``run`` is ``run_block`` or its compiled code. ``replay`` replays the captured step, if it is
+    ``run`` is ``run_block`` or ``run_compiled``. ``replay`` replays the captured step, if it is
     captured.
     """
 
@@ -155,25 +238,11 @@ class StaticStep:
         self.rows = 1 if plan.has_low_bits else ROWS
         self.tokens = torch.zeros(1, self.rows, dtype=torch.int64, device=model.device)
         self.start = torch.zeros((), dtype=torch.int64, device=model.device)
+        config = model.config
         self.angles = {
-            rope: rotary_table(
-                rope, model.config.head_dim, cache.capacity, model.dtype, model.device
-            )
-            for rope in set(model.config.ropes)
+            rope: rotary_table(rope, config.head_dim, cache.capacity, model.dtype, model.device)
+            for rope in set(config.ropes)
         }
-        self.head = model.twins.head(plan.head)
-        # Code is compiled for one module. So all layers run as one block, the template, to which
-        # ``functional_call`` gives the weights of each. Its own are never read: it is a copy on the
-        # meta device, where they take no memory. A kernel for low bits is another module, so there
-        # is a template for each kind of modules.
-        templates: dict[tuple[type, ...], nn.Module] = {}
-        self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []  # of each layer
-        for layer, pair in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-            block = model.twins.block(layer, *pair)
-            kinds = tuple(map(type, block.modules()))
-            if kinds not in templates:
-                templates[kinds] = copy.deepcopy(block).to("meta")
-            self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))
 
     def compute(self) -> None:
         """Set ``logits``, ``[1, rows, vocab]``, to those of the tokens in the buffers. Entries of
@@ -195,22 +264,21 @@ class StaticStep:
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)
-        for layer, (template, weights) in enumerate(self.blocks):
-            runs = self.plan.attention[layer] > 0, self.plan.mlp[layer] > 0
-            if not any(runs):
+        for layer, (attention, mlp) in enumerate(
+            zip(self.plan.attention, self.plan.mlp, strict=True)
+        ):
+            if not (attention or mlp):
                 continue
-            entries = StaticEntries(self.cache.keys[layer], self.cache.values[layer], index)
-            # a template is a copy of another layer: angles and mask are those of this one
             x = self.run(
-                template,
-                weights,
+                model.twins.block(layer, attention, mlp),
                 x,
                 angles[config.ropes[layer]],
                 masks[config.windows[layer]],
-                entries,
-                *runs,
+                StaticEntries(self.cache.keys[layer], self.cache.values[layer], index),
+                attention > 0,
+                mlp > 0,
             )
-        self.logits = model.logits(x, self.head)
+        self.logits = model.logits(x, model.twins.head(self.plan.head))
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
         count = tokens.shape[1]
@@ -220,23 +288,40 @@ class StaticStep:
         return self.logits[:, :count].clone()  # a later replay writes to the same memory
 
 
+class TextCache(KVCache):
+    """Cache of a text: the tensors of a static cache, which are lengthened when it needs more."""
+
+    def __init__(self, static: KVCache, capacity: int, make_room: Callable[[int], None]) -> None:
+        self.capacity = capacity
+        self.lengths = [0] * len(static.keys)
+        self.keys = static.keys
+        self.values = static.values
+        self.make_room = make_room
+
+    def claim(self, layers: Iterable[int], start: int, count: int) -> None:
+        super().claim(layers, start, count)
+        self.make_room(start + count)
+
+
 class StaticDecoder(PreparedDecoder):
     """``Decoder`` with static steps for a single text. Prompts are the decoder's.
 
-    With ``compiled`` its steps are compiled and captured, which needs CUDA. If a step fails (no
-    compiler, an old GPU, no memory), in the middle of a text too, it and later ones are the
-    readable blocks'; ``trouble`` says why.
+    With ``captures`` its steps are compiled and captured, which needs CUDA. If compiling fails, the
+    readable blocks are captured, and a line on stderr says so. If a step fails (an old GPU, no
+    memory), in the middle of a text too, it and later ones are the readable blocks'; ``trouble``
+    says why.
 
     Steps are made for the tensors of a *static cache*. One text uses these at a time, until its own
-    cache, which has the same tensors, is gone.
+    cache, which has the same tensors, is gone. They begin short, and double when the text needs it:
+    a step reads all of their positions.
     """
 
-    def __init__(self, model: Decoder, compiled: bool = True) -> None:
+    def __init__(self, model: Decoder, captures: bool = True) -> None:
         super().__init__(model)
-        model.twins = Twins(model, partial(low_bits, model))
+        model.twins = LowBits(model)
         self.abilities = Abilities(gpu_bits(model.device, model.dtype), why_rows_vary=None)
-        self.run = compile_function(run_block) if compiled else run_block
-        self.captures = compiled
+        self.run = run_compiled if captures else run_block
+        self.captures = captures
         self.steps: dict[KVCache, dict[LayerPlan, StaticStep]] = {}  # by static cache and plan
         self.used: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()  # by a text's cache
 
@@ -246,27 +331,40 @@ class StaticDecoder(PreparedDecoder):
         """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
-        static = self._free_cache(capacity)
+        static = self._free_cache(static_capacity(capacity))
         for entries in (*static.keys, *static.values):
             # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
             entries.zero_()
-        cache = copy.copy(static)
-        cache.capacity = capacity
-        cache.lengths = [0] * self.num_layers
+        cache = TextCache(static, capacity, partial(self._make_room, static))
         self.used[cache] = static
         return cache
 
-    def _free_cache(self, capacity: int) -> KVCache:
-        """Return the static cache that is long enough and not used, made where there is none."""
+    def _free_cache(self, longest: int) -> KVCache:
+        """Return a static cache that is not used, made where there is none that is short enough."""
         used = set(self.used.values())
         for static in self.steps:
-            if static not in used and static.capacity >= capacity + ROWS:
+            if static not in used and static.capacity <= longest:
                 return static
-        self.steps = {static: self.steps[static] for static in used}  # too small ones are freed
+        self.steps = {static: self.steps[static] for static in used}  # longer ones are freed
         with torch.inference_mode(False):
-            static = self.model.new_cache(static_capacity(capacity))
+            static = self.model.new_cache(static_capacity(1))
         self.steps[static] = {}
         return static
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _make_room(self, static: KVCache, end: int) -> None:
+        """Lengthen the tensors of a static cache where positions up to ``end``, and padded rows
+        after them, do not fit. Its steps are then made anew.
+        """
+        if end + ROWS <= static.capacity:
+            return
+        self.steps[static] = {}
+        more = static_capacity(end) - static.capacity
+        static.capacity += more
+        for tensors in (static.keys, static.values):
+            for layer, entries in enumerate(tensors):
+                tensors[layer] = F.pad(entries, (0, 0, 0, more))
 
     def __call__(
         self,
@@ -278,13 +376,15 @@ class StaticDecoder(PreparedDecoder):
         """Compute ``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in static
         steps.
         """
-        step = None if cache is None else self.step_of(cache, plan)
+        plan = plan or LayerPlan.full(self.num_layers)
+        if cache in self.used:  # first, since longer tensors have other steps
+            cache.claim(plan.attention_layers, start, tokens.shape[1])
+        step = self.step_of(cache, plan)
         if step is None:
             return self.model(tokens, cache, start, plan)
         logits = []
         try:
             for first, part in zip(count(start, step.rows), tokens.split(step.rows, 1)):
-                cache.claim(step.plan.attention_layers, first, part.shape[1])
                 logits.append(step(part, first))
         except RuntimeError as error:  # of a driver or an allocator; entries are written again
             self._give_up(error)
@@ -293,23 +393,26 @@ class StaticDecoder(PreparedDecoder):
 
     def _give_up(self, error: Exception) -> None:
         """Note why later steps are the readable blocks'."""
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        self.trouble = f"steps run without CUDA graphs: {line:.300}"
+        self.trouble = f"steps run without CUDA graphs: {in_words(error)}"
         why = Steps.abilities.why_rows_vary
         self.abilities = self.abilities._replace(why_rows_vary=why)
 
     @torch.inference_mode()
-    def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
+    def step_of(self, cache: KVCache | None, plan: LayerPlan | None = None) -> StaticStep | None:
         plan = plan or LayerPlan.full(self.num_layers)
-        static = self.used.get(cache)
-        if static is None or self.trouble:
+        if cache not in self.used or self.trouble:
             return None
+        static = self.used[cache]
         steps = self.steps[static]
-        if plan not in steps:
+        while plan not in steps and not self.trouble:
             try:
                 steps[plan] = self._new_step(static, plan)
             except Exception as error:  # of compilers, drivers, allocators
-                self._give_up(error)
+                if self.run is run_block:
+                    self._give_up(error)
+                else:
+                    self.run = run_block
+                    print(f"[steps are captured uncompiled: {in_words(error)}]", file=sys.stderr)
         return steps.get(plan)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
@@ -321,7 +424,7 @@ class StaticDecoder(PreparedDecoder):
         try:
             step = StaticStep(self.model, cache, plan, self.run)
             if self.captures:
-                step.replay = recorder_of(self.device)(step.compute)
+                step.replay = recorder()(step.compute)
             self._check(step)
         finally:
             cache.copy_from(kept, 3 * ROWS)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from decoding.randomness import inverse_cdf, race_at
+from decoding.rows import by_compiled_code
 from decoding.sampling import probabilities
 from model.cache import static_capacity
 from model.config import parse_config
@@ -33,7 +34,7 @@ from model.decoder import Decoder
 from model.families import build
 from model.fast import gpu, gpu_bits
 from model.plan import LayerPlan
-from model.quantise import GROUP, Quantised, Twins
+from model.quantise import GROUP, Quantised
 
 SHAPES = Path(__file__).parents[2] / "benchmark" / "shapes.json"
 # answers of CUDA's runtime: device 0 is current, and any may become so
@@ -47,6 +48,10 @@ int _ZN3c104cuda9SetDeviceEab(signed char device, _Bool force) { return 0; }
 int _ZN3c104cuda14ExchangeDeviceEa(signed char device) { return 0; }
 int _ZN3c104cuda19MaybeExchangeDeviceEa(signed char device) { return 0; }
 """
+
+
+LAUNCH = re.compile(r"= torch\.ops\.\w+\.[\w.]+\(|extern_kernels\.\w+\(|aten\.\w+\(|\w+\.run\(")
+WIDEST = 1 << 14  # numbers that a block of threads may reduce, less than any vocabulary
 
 
 def pretend(capability: int) -> None:
@@ -112,13 +117,13 @@ class Compiler:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.graphs = 0
+        # of each graph, its launches and the numbers that a block of threads reduces at most
+        self.graphs: list[tuple[int, int]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
         from torch._inductor.graph import GraphLowering
 
-        self.graphs += 1
         with patch.object(
             GraphLowering, "compile_to_module", lambda lowering: self.compile(lowering)
         ):
@@ -128,6 +133,9 @@ class Compiler:
     def compile(self, lowering: Any) -> SimpleNamespace:
         """Compile the kernels of a graph's code, and return a module that computes nothing."""
         code = lowering.codegen()[0].value
+        assert "triton_spl" not in code, "a sum whose order depends on the run"
+        widths = map(int, re.findall(r"size_hints=\{[^}]*'r0_': (\d+)", code))
+        self.graphs.append((len(LAUNCH.findall(code)), max(widths, default=0)))
         for name, source in re.findall(r"triton\('(\w+)', '''(.*?)'''", code, re.DOTALL):
             path = self.folder / f"{name}_{len(list(self.folder.iterdir()))}.py"
             path.write_text(source)
@@ -159,18 +167,18 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.M
     return module
 
 
-def compile_steps(model: Decoder, run: Callable[..., Tensor]) -> None:
+def compile_steps(model: Decoder) -> None:
     """Compute static steps of all kinds that production makes."""
     full = LayerPlan.full(model.num_layers)
     plans = [full, LayerPlan.early_exit(model.num_layers, 4)]
     if gpu_bits(model.device, model.dtype):
         model.rounded = fake_rounded
-        model.twins = Twins(model, partial(gpu.low_bits, model))
+        model.twins = gpu.LowBits(model)
         plans.append(full.in_bits(4))
     for capacity in 1024, 4096:
         cache = model.new_cache(static_capacity(capacity))
         for plan in plans:
-            gpu.StaticStep(model, cache, plan, run).compute()
+            gpu.StaticStep(model, cache, plan, gpu.run_compiled).compute()
 
 
 def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
@@ -180,22 +188,21 @@ def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
     return Quantised(codes, scale, scale)
 
 
-def compile_functions(vocab: int, dtype: torch.dtype, compiled: Callable[..., Any]) -> None:
-    """Call the functions of rows that become graphs, as ``model.fast.graphs`` does."""
-    logits = torch.empty(1, vocab, dtype=dtype, device="cuda")
-    probs = logits.float()
-    number = torch.empty((), dtype=torch.float64, device="cuda")
+def compile_functions(vocab: int, compiled: Callable[..., Any]) -> None:
+    """Call the functions of rows, as ``decoding.rows`` does."""
+    probs = torch.empty(1, vocab, device="cuda")
     for filters in (
         (None, None, None, None),
-        (number, None, None, None),
-        (number, number, None, None),
-        (number, None, number, None),
-        (number, None, None, number),
-        (number, number, number, number),
+        (0.7, None, None, None),
+        (0.7, 0.9, None, None),
+        (0.7, None, 0.1, None),
+        (0.7, None, None, 50.0),
+        (0.7, 0.9, 0.1, 50.0),
     ):
-        compiled(probabilities)(logits, *filters)
-    compiled(inverse_cdf)(probs, number[None])
-    compiled(race_at)(probs, torch.empty(1, dtype=torch.int64, device="cuda"))
+        by_compiled_code(compiled(probabilities), probs, *filters)
+    uniform = torch.empty(1, dtype=torch.float64, device="cuda")
+    by_compiled_code(compiled(inverse_cdf), probs, uniform)
+    by_compiled_code(compiled(race_at), probs, torch.empty(1, dtype=torch.int64, device="cuda"))
 
 
 def main(shape: str, capability: str, dtype: str) -> None:
@@ -209,10 +216,11 @@ def main(shape: str, capability: str, dtype: str) -> None:
         compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=compiler)
         model = fake_model(shape, getattr(torch, dtype))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            compile_steps(model, compiled(gpu.run_block))
-            blocks = compiler.graphs
-            compile_functions(model.vocab_size, model.dtype, compiled)
-            print(blocks, compiler.graphs - blocks)
+            gpu.compiled = compiled
+            compile_steps(model)
+            blocks = len(compiler.graphs)
+            compile_functions(model.vocab_size, compiled)
+    print(json.dumps([compiler.graphs[:blocks], compiler.graphs[blocks:]]))
 
 
 @pytest.mark.prove
@@ -232,8 +240,8 @@ def main(shape: str, capability: str, dtype: str) -> None:
 def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
     shape: str, capability: str, dtype: str, tmp_path: Path
 ) -> None:
-    """Without a break, and again only for another capacity of the cache: an early exit and the
-    other layers share the code.
+    """Without a break: all layers, early exits and capacities of the cache share the code. No block
+    of threads is left alone with a whole vocabulary.
     """
     library = str(tmp_path / "cuda.so")
     command = "gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", library
@@ -244,8 +252,12 @@ def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
         capture_output=True,
         text=True,
     )
-    kinds, capacities, functions = 2, 2, 8  # blocks in the checkpoint's bits and in four
-    assert done.stdout.split() == [str(kinds * capacities), str(functions)], done.stderr[-2000:]
+    assert not done.returncode, done.stderr[-2000:]
+    blocks, functions = json.loads(done.stdout)
+    # blocks in the checkpoint's bits and in four
+    assert (len(blocks), len(functions)) == (2, 8)
+    assert max(width for _, width in (*blocks, *functions)) <= WIDEST
+    assert max(launches for launches, _ in blocks) <= 22
 
 
 if __name__ == "__main__":

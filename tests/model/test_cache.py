@@ -152,7 +152,7 @@ REFUSED = {
 PREPARED = {
     "readable": lambda model: model,
     "compiled": lambda model: accelerate(model.float()),
-    "static": lambda model: StaticDecoder(model, compiled=False),
+    "static": lambda model: StaticDecoder(model, captures=False),
 }
 
 

@@ -4,36 +4,38 @@ what the readable functions do, and any failure costs speed alone.
 
 import copy
 from collections.abc import Callable
-from itertools import product
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from decoding.randomness import inverse_cdf, race_at
-from decoding.sampling import probabilities
 from model.cache import static_capacity
+from model.config import parse_config
 from model.decoder import Steps
-from model.fast import gpu, graphs
+from model.families import build
+from model.fast import gpu
 from model.fast.gpu import ROWS, StaticDecoder
-from model.fast.graphs import Launcher, compile_function
 from model.plan import LayerPlan
-from model.quantise import Twins
-from tests.configs import FAMILIES
+from model.quantise import Quantised, Twins
+from tests.configs import FAMILIES, small
 from tests.laws import plans, tiny_model
 
 VOCAB = 19
+READABLE = gpu.run_block
 FULL = LayerPlan.full(3)
 TOKENS = torch.arange(60)[None] % VOCAB
+LONG = torch.arange(1605)[None] % VOCAB
 
 
 def static(family: str = "llama") -> StaticDecoder:
-    return StaticDecoder(tiny_model(family, vocab=VOCAB), compiled=False)
+    return StaticDecoder(tiny_model(family, vocab=VOCAB), captures=False)
 
 
 def record(compute: Callable[[], object]) -> Callable[[], None]:
@@ -83,17 +85,22 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_one_compiled_block_serves_all_layers(family: str) -> None:
+def test_one_compiled_block_serves_all_layers_and_caches_that_grow(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one graph without a break, with the readable block's logits."""
     backend = Mock(side_effect=torch._dynamo.lookup_backend("aot_eager"))
-    model = static(family)
-    model.run = torch.compile(
+    code = torch.compile(
         gpu.run_block, fullgraph=True, dynamic=False, backend=lambda *given: backend(*given)
     )
-    cache = model.new_cache(32)
-    for start in (0, 5):
-        expected = model.model(TOKENS[:, :5], copy.deepcopy(cache), start)
-        assert_same(model(TOKENS[:, :5], cache, start), expected)
+    monkeypatch.setattr(gpu, "compiled", lambda function: code)
+    model = static(family)
+    model.run = gpu.run_compiled
+    cache = model.new_cache(3000)
+    for start in (0, 5, 1600):
+        model.prefill(LONG[:, cache.length : start], cache, cache.length)
+        expected = model.model(LONG[:, : start + 5])[:, -5:]
+        assert_same(model(LONG[:, start : start + 5], cache, start), expected)
     assert model.trouble is None and backend.call_count == 1
 
 
@@ -108,7 +115,7 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
     again = model.new_cache(30)
     assert model.used[again] is first and len(model.steps[first]) == 1
     assert again.length == 0 and not any(each.any() for each in (*again.keys, *again.values))
-    assert (again.capacity, first.capacity) == (30, static_capacity(30))
+    assert (again.capacity, first.capacity) == (30, static_capacity(1))
 
 
 def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled() -> None:
@@ -127,10 +134,12 @@ def test_a_step_made_while_a_text_is_written_leaves_its_entries(
     restored, also where they fail.
     """
     model = static()
-    monkeypatch.setattr(gpu, "recorder_of", lambda device: record)
+    monkeypatch.setattr(gpu, "recorder", lambda: record)
     model.captures = way == "captured"
     if way == "failing":
-        model.run = lambda *given: gpu.run_block(*given) / 0
+        failing = Mock(side_effect=RuntimeError)
+        monkeypatch.setattr(gpu, "run_block", failing)
+        model.run = failing
     cache = model.new_cache(80)
     model.prefill(TOKENS, cache)
     before = [each.clone() for each in (*cache.keys, *cache.values)]
@@ -156,20 +165,47 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
     assert_same(found, model.model(TOKENS[:, :3], plan=plan))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@torch.inference_mode()
+def test_products_of_the_same_inputs_are_one_in_four_bits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel replaced by torch's product of the rounded weights."""
+    config = parse_config(small(family, hidden=32, vocab_size=24, head_dim=16))
+    readable = build(config).double().requires_grad_(False)
+    readable.initialise(std=0.5, generator=torch.Generator().manual_seed(0))
+    made: list[Tensor] = []
+
+    def product_of(weight: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        made.append(weight.codes)
+        return partial(F.linear, weight=weight.dequantised(torch.float64), bias=bias)
+
+    monkeypatch.setattr(gpu, "gpu_bits", lambda device, dtype: (4,))
+    monkeypatch.setattr("model.fast.four_bits.TritonLinear", product_of)
+    model = StaticDecoder(copy.deepcopy(readable), captures=False)
+    found = model(TOKENS[:, :3], model.new_cache(20), 0, FULL.in_bits(4, head=4))
+    assert model.trouble is None and len(made) == 4 * model.num_layers + 1
+    readable.twins = Twins(
+        readable,
+        lambda each, bits: product_of(readable.rounded(each, bits), getattr(each, "bias", None)),
+    )
+    assert_same(found, readable(TOKENS[:, :3], plan=FULL.in_bits(4, head=4)))
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
         (RuntimeError("no\n  Triton"), "RuntimeError: no Triton"),
         (AssertionError(), "AssertionError"),
         (FailOnRecompileLimitHit("too many"), "FailOnRecompileLimitHit: too many"),
-        (lambda *given: -gpu.run_block(*given), "RuntimeError: a static step's logits are"),
+        (lambda *given: -READABLE(*given), "RuntimeError: a static step's logits are"),
         (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
     ],
     ids=["compiler", "assertion", "recompiles", "wrong numbers", "in the middle of a text"],
 )
 @torch.inference_mode()
 def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
-    broken: Any, said: str
+    broken: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = static()
     cache = model.new_cache(20)
@@ -178,6 +214,7 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     if start:
         model(TOKENS[:, :start], cache, 0)
         model.step_of(cache).run = failing
+    monkeypatch.setattr(gpu, "run_block", failing)
     model.run = failing
     found = model(TOKENS[:, start:9], cache, start)
     assert_same(found, model.model(TOKENS[:, :9])[:, start:])
@@ -188,82 +225,25 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
 
 
 @torch.inference_mode()
+def test_a_block_that_does_not_compile_is_captured_uncompiled_and_a_line_says_so(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "compiled", Mock(side_effect=RuntimeError("no\n C compiler")))
+    monkeypatch.setattr(gpu, "recorder", lambda: record)
+    model = StaticDecoder(tiny_model("llama", vocab=VOCAB))
+    assert_same(model(TOKENS[:, :9], model.new_cache(20), 0), model.model(TOKENS[:, :9]))
+    assert model.trouble is None
+    said = capsys.readouterr().err
+    assert said == "[steps are captured uncompiled: RuntimeError: no C compiler]\n"
+
+
+@torch.inference_mode()
 def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     model = static()
-    model.run = lambda block, weights, x, angles, mask, entries, *runs: gpu.run_block(
+    model.run = lambda block, x, angles, mask, entries, *runs: gpu.run_block(
         block,
-        weights,
         x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]),
         *(angles, mask, entries, *runs),
     )
     model(TOKENS[:, :3], model.new_cache(20), 0)
     assert model.trouble is None and "alone" in model.abilities.why_rows_vary
-
-
-# Functions of rows
-
-
-def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
-    """Each capacity, plan and number of rows is one: the ninth would end the fast steps."""
-    multiply = compile_function(lambda x, number: x * number, backend="eager")
-    for number in range(1, torch._dynamo.config.recompile_limit + 4):
-        assert multiply(torch.ones(number), number).sum() == number**2
-
-
-@pytest.mark.parametrize(
-    ("function", "more"),
-    [
-        (probabilities, (None, None, None, None)),
-        (probabilities, (torch.empty(()), None, None, None)),
-        (probabilities, (torch.empty(()),) * 4),
-        (race_at, (torch.empty(1, dtype=torch.int64),)),
-        (inverse_cdf, (torch.empty(1),)),
-    ],
-    ids=["greedy", "temperature", "filters", "race", "ratio"],
-)
-@torch.inference_mode()
-def test_sampling_compiles_into_one_graph(
-    function: Callable[..., Tensor], more: tuple[Tensor | None, ...]
-) -> None:
-    """The branches of a GPU, on the meta device, which has no numbers to read."""
-    arguments = [None if each is None else each.to("meta") for each in more]
-    rows = torch.empty(1, 50, device="meta")
-    found = compile_function(function, backend="aot_eager")(rows, *arguments)
-    assert found.shape == (rows.shape if function is probabilities else (1,))
-
-
-def weigh(rows: Tensor, keys: Tensor, number: float, power: int | None) -> Tensor:
-    """Return a function of rows, of a tensor and a number that may change, and of a constant."""
-    return (rows * number) ** (power or 1) + keys[:, None]
-
-
-@torch.inference_mode()
-def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(graphs, "compile_function", lambda function: function)
-    launch, rows, keys = Launcher(record), torch.randn(19, 11), torch.arange(19)
-    for count, *more in product([1, 5, 19], [0.7, 1.3, 0.7], [None, 2]):
-        given = rows[-count:], keys[-count:], *more
-        torch.testing.assert_close(launch(weigh, *given), weigh(*given))
-    assert len(launch.graphs) == 6 and all(launch.graphs.values())
-
-
-@pytest.mark.parametrize(
-    "compile",
-    [
-        Mock(side_effect=FailOnRecompileLimitHit("no\n more")),
-        lambda function: lambda *arguments: function(*arguments) / 2,
-    ],
-    ids=["compiler", "wrong numbers"],
-)
-@torch.inference_mode()
-def test_a_function_that_cannot_be_launched_is_called_and_a_line_says_so(
-    compile: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(graphs, "compile_function", compile)
-    launch, given = Launcher(record), (torch.randn(2, 9), torch.arange(2), 3.0, None)
-    for _ in range(2):
-        assert torch.equal(launch(weigh, *given), weigh(*given))
-    said = capsys.readouterr().err
-    assert said.startswith("[weigh runs without a CUDA graph: ") and said.count("\n") == 1

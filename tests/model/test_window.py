@@ -58,7 +58,7 @@ def test_attention_is_that_to_the_keys_that_a_window_leaves(
 BACKENDS: dict[str, Callable[[Decoder], Decoder]] = {
     "readable": lambda model: model,
     "compiled": lambda model: accelerate(model.float()),
-    "static": lambda model: StaticDecoder(model, compiled=False),
+    "static": lambda model: StaticDecoder(model, captures=False),
 }
 
 

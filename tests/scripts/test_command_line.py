@@ -20,6 +20,7 @@ import generate
 from app import device
 from tests.commands import Run
 from tests.folders import END, LLAMA, write_folder
+from tests.refusal import refusal
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
@@ -63,6 +64,14 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         assert device.pick_device(None).type == "cpu"
         assert wanted in capsys.readouterr().err
     assert device.pick_device("cpu").type == "cpu" and not capsys.readouterr().err
+
+
+def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("no kernel image")))
+    assert "cannot compute on cuda: try pip install torch" in refusal(device.pick_device, None)
 
 
 @pytest.mark.parametrize(
