@@ -434,7 +434,7 @@ MUTANTS = [
         26,
         "probabilities are rounded to bf16 before the ratio",
         R,
-        "verify_by_ratio",
+        "in_ratio",
         "p_drafted / q_drafted",
         "p_drafted.bfloat16().to(wide) / q_drafted",
         law(SAMPLED),

@@ -18,7 +18,7 @@ from model.config import ModelConfig
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.families import build
-from model.layers import wide_dtype
+from model.layers import QUERIES, wide_dtype
 from model.plan import FULL, LayerPlan
 
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
@@ -74,13 +74,16 @@ def estimate(
     # Of a layer the MLP takes the most: three tensors of each width at once.
     widest = max(each.hidden_size + each.intermediate_size for each in models)
     layer = 3 * min(prompt, PREFILL_CHUNK) * widest * dtype.itemsize
+    # With a soft cap no fused kernel computes the attention: three tensors of scores at once.
+    scores = 3 * min(prompt, QUERIES) * config.num_heads * prompt * wide_dtype(dtype).itemsize
+    scores = scores if config.attention_soft_cap else 0
     rows = min(longest_draft + 1, max(1, positions - prompt))
     copies = LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES
     logits = copies * rows * config.vocab_size * wide_dtype(dtype).itemsize
     return Memory(
         weights=sum(map(parameter_count, models)) * dtype.itemsize,
         cache=keys_and_values * entries * dtype.itemsize,
-        workspace=max(layer, logits),
+        workspace=max(layer, scores, logits),
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
         buffers=0 if fast_on is None else GPU_BUFFERS if on_gpu else CPU_BUFFERS,

@@ -65,4 +65,4 @@ def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() ->
         r'^    "([^"]+)",$', project.partition("[project.scripts]")[0], re.M
     )
     pinned, *others = (ROOT / "requirements.txt").read_text("utf-8").split()
-    assert (torch, pinned[:7], sorted(needed)) == ("torch>=2.13,<3", "torch==", sorted(others))
+    assert (torch, pinned[:7], sorted(needed)) == ("torch>=2.9,<3", "torch==", sorted(others))

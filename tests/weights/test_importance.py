@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured() -> Decoder:
-    model = load_model(FOLDER)
+    model = accelerate(load_model(FOLDER))
     importance(model, TOKENIZER, FOLDER)
     return model
 
