@@ -166,15 +166,15 @@ def context_section(bench: Bench) -> list[Row]:
         short_sighted = session.options.merged({"draft": "lowbit", "window": WINDOW})
         drafts[f"low bits, newest {WINDOW}"] = short_sighted
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md")))
-    count = len(session.tokenizer.encode(texts))
+    tokens = session.tokenizer.encode(texts)
     columns = ("decoder", "tokens/s", "speed-up", "accepted", "a round", "equal")
     rows = []
     for length in bench.contexts:
-        part = len(texts) * length // count  # characters
         cases = []
         for turn, request in enumerate(PROMPTS["story"][: bench.turns]):
-            begin = turn * (len(texts) - part) // bench.turns
-            ids = session.encode(f"{texts[begin : begin + part]}\n\n{request}")
+            begin = turn * (len(tokens) - length) // bench.turns
+            part = session.tokenizer.decode(tokens[begin : begin + length])
+            ids = session.encode(f"{part}\n\n{request}")
             cases.append(Case("", ids, bench.cases[0].count, turn, reads_prompt=False))
         rows += [
             {"context": length} | {name: row[name] for name in columns}
