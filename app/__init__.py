@@ -1,3 +1,4 @@
-"""Shared parts of all command lines: start, exit status, options, files, devices, tables, pictures.
-Begin with ``command_line``.
+"""All around the algorithm: sessions, options, drafts by name, chats, output, and the server.
+
+Begin with ``session``, then ``options`` and ``drafts``.
 """

@@ -120,7 +120,7 @@ def plain(session: Session, name: str = "plain") -> Strategy:
 
 
 def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
-    """Return copies of the tokens that followed an earlier occurrence of the text's end."""
+    """Return the strategy that copies what followed an earlier occurrence of the text's end."""
     drafter = PromptLookup(session.model.vocab_size, session.device)
     return Strategy("prompt lookup", drafter, FixedLength(GAMMA))
 
@@ -313,8 +313,8 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strateg
     plans: dict[str, LayerPlan] = {}
     priors: dict[str, float] = {}
     found = optional_plans(sample.options, session.folder, model.num_layers)
-    if sample.source.longest >= LONG:
-        found |= short_sighted(found)
+    short = short_sighted(found) if sample.source.longest >= LONG else {}
+    found |= short
     for name, chosen in found.items():
         is_fast = model.abilities.low_bits or not chosen.plan.has_low_bits
         if is_fast and has_memory_for(model, [chosen.plan, *plans.values()]):
@@ -331,7 +331,7 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strateg
         at_most = 1 << (max(SHORT, length) - 1).bit_length()
         if at_most not in known:
             at_hand = {
-                name: plan for name, plan in plans.items() if not plan.window or at_most > LONG
+                name: plan for name, plan in plans.items() if at_most > LONG or name not in short
             }
             known[at_most] = (
                 measured_costs(model, slot.cache, at_hand)

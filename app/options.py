@@ -341,13 +341,13 @@ class Options:
         self._check_draft()
         if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
-        of_one_prompt = (self.prompt, self.prompt_file, self.compare, self.json)
+        of_one_prompt = (self.prompt, self.prompt_file, self.compare, self.json, self.dry_run)
         has_prompt = any(of_one_prompt) or self.num_samples > 1
         is_alone = sum(map(bool, (has_prompt, self.interactive, self.serve))) <= 1
         if not is_alone or (self.serve and self.trace):
             raise InputError(
                 "--serve and --interactive stand alone: they take no prompt, --num-samples,"
-                " --compare or --json, and --serve no --trace"
+                " --compare, --json or --dry-run, and --serve no --trace"
             )
         if not self.serve and (self.allow_host or self.queue != QUEUE):
             raise InputError("--allow-host and --queue have no effect without --serve")

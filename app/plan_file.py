@@ -20,7 +20,7 @@ from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.load import model_fingerprint
 
 GAMMA = 4  # tokens drafted per round by default
-LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
+LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
 READ = {*SUBLAYERS, "bits", "head_bits", "window", "gamma", "threshold", "alpha", "model"}

@@ -3,7 +3,7 @@
 Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``).
 Rank 0 broadcasts options, prompt and seed once. After each round the ranks compare its tokens and
 learn of Ctrl-C on rank 0; only rank 0 prints. Every rank has all logits, each computed by one rank,
-and there is no clock, so the ranks take the same steps.
+and decisions by a clock are those of rank 0, so the ranks take the same steps.
 """
 
 import os
@@ -66,6 +66,9 @@ class SharedSession(Session):
     def check_memory(self, ids: Sequence[int] = ()) -> str:
         """Return nothing: the memory of the shard was checked before it was loaded."""
         return ""
+
+    def agreed(self, decision: bool) -> bool:
+        return gathered(decision)[0]
 
     def rounds(self, sample: Sample, *given: Any) -> Iterator[Round]:
         """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and

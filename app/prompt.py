@@ -69,6 +69,11 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> lis
         raise InputError(
             "--system needs a chat: leave out --no-chat, or use a model with a chat template"
         )
+    if options.chat_template_kwargs is not None:
+        raise InputError(
+            "--chat-template-kwargs needs a chat: leave out --no-chat, or use a model with a chat"
+            " template"
+        )
     return tokenizer.encode(text, find_names=True)
 
 

@@ -264,6 +264,12 @@ class Session:
             options = options.merged(given)
         return options
 
+    def agreed(self, decision: bool) -> bool:
+        """Return a decision that depends on a clock: where several processes share the model, that
+        of the first.
+        """
+        return decision
+
     def loaded(self, folder: Path) -> Decoder:
         """Return a model with fast steps, as the options ask for."""
         return accelerated(load_model(folder, self.dtype, self.device), self.options)
@@ -406,7 +412,7 @@ class Session:
             began = now(self.device)
 
     def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
-        """Return the next round. A dead end has the grammar's reason, if any."""
+        """Return the next round. If no token can follow, the error has the grammar's reason."""
         try:
             return next(rounds)
         except DeadEnd:

@@ -1,4 +1,4 @@
 """Speculative decoding: the loop, its drafters, rules of verification, randomness and policies.
 
-Begin with ``speculate.py``, then ``verify.py``. The folders prove, run, show and serve the loop.
+Begin with ``speculate.py``, then ``verify.py``. ``proof`` computes that the loop is lossless.
 """

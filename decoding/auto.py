@@ -25,7 +25,7 @@ from decoding.drafters import Draft, Drafter, ModelFreeDrafter
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
-from decoding.rounds import Round, common_prefix
+from decoding.rounds import Round, common_prefix, expected_speedup
 from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model.plan import LayerPlan
@@ -39,7 +39,9 @@ PRIOR_RATE = 0.7
 
 
 class Costs(NamedTuple):
-    """Costs in plain steps: of a draft step under each plan at hand, and of a verified row more."""
+    """Costs, in plain steps, of a draft step under each plan at hand and of each further verified
+    row.
+    """
 
     steps: Mapping[str, float]
     row: float
@@ -49,8 +51,8 @@ class Rates:
     """Acceptance rates of a kind of draft, by the confidence of a token in tenths.
 
     ``accepted`` and ``judged`` count the tokens of past rounds per tenth, the later ones more.
-    Tokens after a rejected one are not judged. Where little was judged a rate is close to a prior
-    one: the rate of all tokens to ``prior``, that of a confidence to the rate of all.
+    Tokens after a rejected one are not judged. With few observations the rate of all tokens shrinks
+    towards ``prior``, and that of a confidence towards the rate of all.
     """
 
     PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
@@ -119,7 +121,8 @@ class Auto(Policy):
     """Drafter that takes the best of several each round, and the policy that ends its drafts.
 
     The longest draft of an offer is the one whose loss the credit covers, were all of it rejected.
-    So a text never costs more than its credit and 1 + ``Estimates.SHARE`` times plain decoding.
+    So by its estimates a text never costs more than its credit and 1 + ``Estimates.SHARE`` times
+    plain decoding.
     """
 
     def __init__(
@@ -186,19 +189,14 @@ class Auto(Policy):
         A draft that ends by confidence has as many tokens as the credit covers.
         """
         rate = self.rates(offer).mean()
+        cost = self.cost(offer)
         longest = limit if offer.tokens is None else min(limit, len(offer.tokens))
-        best = (0.0, 0)
-        tokens = reached = 1.0
-        for length in range(1, longest + 1):
-            cost = length * self.cost(offer)
-            if cost > self.estimates.credit:
-                break
-            reached *= rate
-            tokens += reached
-            best = max(best, (tokens / (1 + cost), length))
-        if best[1] and offer.tokens is None and self.reads_draft_confidence:
-            return best[0], length if cost <= self.estimates.credit else length - 1
-        return best
+        if longest * cost > self.estimates.credit:
+            longest = int(self.estimates.credit / cost)
+        lengths = range(1, longest + 1)
+        best = max(((expected_speedup(rate, k, cost, 1.0), k) for k in lengths), default=(0.0, 0))
+        ends_by_confidence = offer.tokens is None and self.reads_draft_confidence
+        return (best[0], longest) if ends_by_confidence else best
 
     def keep_drafting(self, confidence: float) -> bool:
         """Return whether another token is worth its cost: its probability of acceptance is more
@@ -217,7 +215,10 @@ class Auto(Policy):
         Known tokens are compared with the text even where their offer was not taken.
         """
         drafted = len(round.drafted)
-        cost = self.cost(self.taken) if self.taken else self.costs_at(round.position).row
+        if self.taken:
+            cost = self.cost(self.taken)
+        else:  # another drafter drafted, if any did
+            cost = self.costs_at(round.position).row if drafted else 0.0
         self.estimates.settle(len(round.emitted), 1 + drafted * cost)
         for offer in self.offers:
             if offer.tokens:

@@ -13,7 +13,7 @@ from decoding.rounds import Round
 class Policy:
     """Interface of a policy, as the loop and the drafters use it.
 
-    ``gamma`` is the most tokens that are drafted in a round.
+    ``gamma`` is the largest number of tokens drafted per round.
 
     ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax
     over the vocabulary.

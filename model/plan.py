@@ -26,7 +26,7 @@ class LayerPlan:
     A sublayer of 0 bits is skipped: it adds nothing to the residual stream, and a skipped attention
     neither reads nor writes its layer of the KV cache. The head always runs. With a ``window`` a
     query attends to that many of the newest keys, its own included, and to the first ``SINKS``.
-    None hides none. A family's own sliding window hides keys of both kinds.
+    Without one no key is hidden. A family's own sliding window may hide the first keys too.
     """
 
     attention: tuple[int, ...]

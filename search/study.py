@@ -7,6 +7,7 @@ acceptance and costs are found.
 """
 
 import random
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -157,7 +158,7 @@ def optimise(study: optuna.Study, objective: Objective, space: Space, trials: in
     # another process may share the study
     enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
     rest = max(0, trials - len(finished(study)))
-    study.optimize(speedup, rest, callbacks=[enough], show_progress_bar=True)
+    study.optimize(speedup, rest, callbacks=[enough], show_progress_bar=sys.stderr.isatty())
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:

@@ -1,7 +1,7 @@
 """Distance between the laws of two functions that draw randomly: plain and speculative sampling.
 
 Each is FILE.py:FUNCTION, called without arguments, and returns a text. See docs/judge.md. Knows
-nothing of the rest of the project but ``foreign``.
+nothing of drafters, options and models.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Law of plain sampling, by recursion over texts: the reference for the law of the loop.
 
-It shares only the function ``distribution`` and constraints with the production loop, and has no
+It shares only ``distribution``, ``Rules`` and constraints with the production loop, and has no
 rounds, drafts, caches or rollbacks.
 """
 

@@ -114,8 +114,8 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
 }
 
 /* Add the weighted values of positions [begin, end) to the sums of up to four queries. Positions
- * count from an even one. Two at a time are added, an even one first; beside the first or the last
- * position zeros are. values [positions, size], weights [queries, CHUNK] -> out [queries, stride]. */
+ * count from an even one. Two at a time are added, an even one first; an unpaired first or last
+ * position is paired with zeros. values [positions, size], weights [queries, CHUNK] -> out [queries, stride]. */
 INLINE void add_values(long kind, int queries, const char *values, long begin, long end, long size,
                        const char *weights, float *out, long stride) {
     static const char zeros[8 * WIDTH];

@@ -214,7 +214,7 @@ static void write_entries(void *argument, long piece) {
 }
 
 /* Softmax of scores [count] without its division, in place: exponentials of scaled scores less the
- * largest. sum is their sum, and the largest. */
+ * largest. sum[0] is their sum, sum[1] the largest scaled score. */
 static void softmax_numerators(const Model *model, float *scores, long count, float sum[2]) {
     int32_t largest = -0x7F800001;
     for (long i = 0; i < count; i++)
