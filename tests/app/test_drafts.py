@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -181,15 +182,15 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
 ) -> None:
     for name, value in {"SHORT": 8, "LONG": 32, "WINDOW": 8}.items():
         monkeypatch.setattr(f"app.drafts.{name}", value)
-    session = load("tiny-llama", max_new_tokens=60, temperature=1.0, seed=1, coupling=coupling)
+    own = DraftPlan(replace(PLAN.plan, window=16))
+    drawn = {"temperature": 1.0, "seed": 1, "coupling": coupling}
+    session = load("tiny-llama", max_new_tokens=60, plan=own, **drawn)
     sample = session.begin(session.encode(PROMPT))
     slot = session.slot_for(sample.source.longest)
     session.read(sample, slot, session.model)
     strategy = strategy_of(session, sample, slot, session.model)
-    counted = []
-    for length in (5, 8, 9, 32, 33, 64):
-        counted.append(strategy.policy.costs_at(length))
-    short = ["low bits"]
+    counted = [strategy.policy.costs_at(length) for length in (5, 8, 9, 32, 33, 64)]
+    short = ["low bits", "plan"]  # a plan's own window is its maker's choice
     assert [[*costs.steps] for costs in counted] == [short] * 4 + [[*short, "low bits, newest"]] * 2
     different = [before is not after for before, after in pairwise(counted)]
     assert different == [False, True, True, True, False]

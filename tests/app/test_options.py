@@ -42,6 +42,7 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "three bits": ({"draft": "lowbit", "bits": 3}, "bits", "one of 4, 8"),
     "two grammars": (dict.fromkeys(GRAMMARS, "a"), None, "give one of"),
     "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "stand alone"),
+    "a dry conversation": ({"interactive": True, "dry_run": True}, None, "stand alone"),
     "a queue without a server": ({"queue": 3}, None, "no effect without --serve"),
 }
 

@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TEXTS = {
-    "greedy, with a stop and a ban": "--stop q --ban e --draft lookup",
+    "greedy, with a stop and a ban": "--stop q --ban e --draft lookup --compare",
     "auto, drawn": "--temperature 0.9 --seed 5 --num-samples 2",
     "a draft model": "--draft model --draft-model {folder} --gamma 2",
     "low bits, drawn": "--draft lowbit --temperature 0.9 --seed 5",
