@@ -7,12 +7,17 @@ MODEL ?= smollm2-135m-instruct
 BIN := .venv/bin
 WEIGHTS := weights/smollm2-135m-instruct/model.safetensors
 
-.PHONY: trace setup generate chat serve test gpu readme prove lint clean
+.PHONY: trace trace-layers setup generate chat serve test gpu readme prove lint clean
 
 # The model's weights in four bits draft for it; the last line compares with plain decoding. The first run compiles the step.
 trace: PROMPT = What is photosynthesis?
 trace: .venv/ready $(WEIGHTS)
 	@$(BIN)/python generate.py "$${PROMPT}" --draft lowbit --trace --compare
+
+# Three of the 14 layers of small-llama, which is in the repository, draft for it.
+trace-layers: PROMPT = Write a short story about a bird.
+trace-layers: .venv/ready
+	@$(BIN)/python generate.py "$${PROMPT}" --model small-llama --draft skip --trace --compare
 
 # The environment and the model, for every command that begins with `python`: `. .venv/bin/activate` comes first.
 setup: .venv/ready $(WEIGHTS)
