@@ -12,6 +12,7 @@ import json
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,6 +284,14 @@ def model_fingerprint(folder: Path) -> str:
     It is fast at any size, and differs after any training step, also of one tensor. So a file made
     for one model is not used with another.
     """
+    files = sorted(each for each in folder.iterdir() if each.suffix in (".json", ".safetensors"))
+    stats = [each.stat() for each in files]
+    return fingerprint_at(folder, tuple((each.st_mtime_ns, each.st_size) for each in stats))
+
+
+@lru_cache
+def fingerprint_at(folder: Path, changes: tuple[tuple[int, int], ...]) -> str:
+    """Compute ``model_fingerprint`` once between ``changes`` of the folder's files."""
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
     stored = stored_tensors(folder)
     for name, tensor in sorted(stored.items()):
