@@ -173,8 +173,8 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     chosen = plan_for(options, session.folder, session.model.num_layers)
     if chosen is None:
         raise InputError(
-            f"{session.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
-            " search"
+            f"{session.folder} has no plan.json: give --plan FILE, or find a plan with"
+            " python -m search"
         )
     if chosen.gamma == 0 and options.gamma is None:
         return plain(session, "plain: by the plan, no draft pays")

@@ -1,7 +1,6 @@
 """Settings of a process that a command makes before it imports large libraries."""
 
 import os
-import runpy
 import signal
 import sys
 
@@ -29,8 +28,3 @@ def start() -> None:
     # Number of times that an idle OpenMP thread of torch looks for work before it sleeps. While it
     # looks, it keeps a core from other programs and from the threads of a compiled step.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def specdec() -> None:
-    """Run the console command ``python generate.py``."""
-    runpy.run_module("generate", run_name="__main__")

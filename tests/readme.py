@@ -38,11 +38,11 @@ SHORT = {
 }
 MODEL = "weights/smollm2-135m-instruct"
 READY = (".venv/ready", ".venv/ready-dev", ".venv/ready-serve", f"{MODEL}/model.safetensors")
-EDITABLE = (  # into an environment that has the packages of this one, but not the checkout
+INSTALLED = (  # into an environment that has the packages of this one, but not the checkout
     'python -m venv --without-pip ~/own && echo "{packages}" >'
     " ~/own/lib/python{version}/site-packages/packages.pth && ~/own/bin/python -m pip install"
-    " --quiet --disable-pip-version-check --no-deps -e . && (cd ~ && own/bin/python -c 'import"
-    " generate')"
+    " --quiet --disable-pip-version-check --no-deps . && (cd ~ && own/bin/python -c 'import"
+    " specdec; specdec.load')"
 )
 # The shell keeps what a command exports; told STATUS COMMAND prints its line.
 PROLOGUE = r"""
@@ -102,9 +102,9 @@ def runnable(kind: str, content: str) -> str:
     if kind != "sh":
         reader = "python -" if kind == "python" else f"cat > {kind}"
         return f"{reader} <<'THE END'\n{content}THE END"
-    if content == "pip install -e .":  # not into the environment of the tests
+    if content == "pip install .":  # not into the environment of the tests
         packages = sysconfig.get_path("purelib")
-        return EDITABLE.format(packages=packages, version=sysconfig.get_python_version())
+        return INSTALLED.format(packages=packages, version=sysconfig.get_python_version())
     command = content.replace("python generate.py", "python generate.py --max-new-tokens 8")
     for beginning, options in SHORT.items():
         if command.startswith(beginning):

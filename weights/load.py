@@ -53,6 +53,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
 INDEX = "model.safetensors.index.json"
+NOT_INSTALLED = ("small-llama", "tiny-gemma2")  # that the repository has, and a wheel leaves out
 # what is often given in place of a model, by the ends of its names of files
 OTHER_FORMATS = {
     ".gguf": "is in GGUF, the format of llama.cpp: give the original checkpoint, in safetensors",
@@ -133,6 +134,8 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
     if os.path.isfile(WEIGHTS / "configs" / name / "config.json"):
         remedy = f"fetch it: python -m weights.fetch {name}"
+    elif name in NOT_INSTALLED:
+        remedy = f"clone the project's repository, and give the path of weights/{name} there"
     raise InputError(
         f"no folder {name!r:.200} with a config.json, and weights/ holds {', '.join(known)}:"
         f" {remedy}"

@@ -3,7 +3,10 @@ installation brings.
 """
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Modules of app/ that know no other folder but the errors of model/: all may import them.
 COMMON = {"app.command_line", "app.device", "app.files", "app.parsers", "app.picture", "app.start"}
 COMMON |= {"app.table"}
+SCRIPTS = ("generate", "train", "specdec", "tests")  # that no folder imports
 MAY_IMPORT = {
     "model": set(),
     "model.fast": {"model"},
@@ -24,6 +28,23 @@ MAY_IMPORT = {
     "search": {"model", "model.fast", "weights", "decoding", "app"},
     "benchmark": {"model", "model.fast", "weights", "decoding", "app", "search", "training"},
 }
+NAMES = [*(folder for folder in MAY_IMPORT if "." not in folder), "generate", "train"]
+OURS = "|".join(NAMES)
+# In a module: an import or a command that only the checkout has
+OF_THE_CHECKOUT = (
+    rf"(?m)^ *from (?:{OURS})\b[\w.]* import|^ *import (?:{OURS})\b"
+    rf"|generate\.py|train\.py|python -m (?:{OURS})\b"
+)
+PROGRAM = """
+import sys, specdec
+print(hasattr(specdec, "another"), specdec.Session.__module__)
+try:
+    specdec.load("small-llama")
+except specdec.InputError as error:
+    print(error)
+print(specdec.generate("tiny-llama", "Once", max_new_tokens=8).text)
+sys.exit(specdec.main())
+"""
 
 
 def production_files() -> list[Path]:
@@ -55,7 +76,7 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
     for module in imported(path):
         other = folder_of(module)
         assert other in {"", own} | allowed or module in allowed, f"{path} imports {module}"
-        assert module.split(".")[0] not in ("generate", "train", "tests"), f"{path}: {module}"
+        assert module.split(".")[0] not in SCRIPTS, f"{path}: {module}"
 
 
 def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() -> None:
@@ -66,3 +87,38 @@ def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() ->
     )
     pinned, *others = (ROOT / "requirements.txt").read_text("utf-8").split()
     assert (torch, pinned[:7], sorted(needed)) == ("torch>=2.9,<3", "torch==", sorted(others))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that an installation brings."""
+    base = tmp_path_factory.mktemp("build")
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", base]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return base / "lib"
+
+
+def test_an_installation_is_one_package_that_names_nothing_of_the_checkout(library: Path) -> None:
+    assert os.listdir(library) == ["specdec"]
+    assert [path.parent.name for path in library.rglob("model.safetensors")] == ["tiny-llama"]
+    for path in library.rglob("*.py"):
+        assert not re.findall(OF_THE_CHECKOUT, path.read_text(encoding="utf-8")), path
+
+
+def test_an_installation_works_beside_a_users_modules_of_the_same_names(
+    library: Path, tmp_path: Path
+) -> None:
+    """From Python, and at the command line, where ``specdec`` calls ``main``."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('imported')")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "Once", "--model", "tiny-llama", "--max-new-tokens", "8"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(library)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    names, refusal, *texts = done.stdout.splitlines()
+    assert names == "False specdec.app.session" and "weights/small-llama there" in refusal
+    assert len(texts) == 2 and texts[0] == texts[1]

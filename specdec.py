@@ -1,0 +1,32 @@
+"""Names for Python programs: ``import specdec; specdec.load("tiny-llama").write("Hello").text``.
+
+An installation has the whole project below this name (``setup.py``).
+"""
+
+import sys
+
+NAMES = ("InputError", "Sample", "Session", "generate", "load")
+
+
+def __getattr__(name: str) -> object:
+    """Return one of ``NAMES``: torch, which takes seconds to load, is loaded only for them."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from app import session
+    from generate import generate
+
+    return generate if name == "generate" else getattr(session, name)
+
+
+def main() -> int:
+    """Run the command line of ``generate.py``; returns its exit status."""
+    from app.start import start
+
+    start()
+    from generate import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
