@@ -36,7 +36,7 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
     against = ["--against", "transformers"] if find_spec("transformers") else []
     generate = [sys.executable, "generate.py", "Why is the sky blue?", "--compare"]
     tests = [*python, "pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"]
-    rounds = [*python, "benchmark.rounds"]
+    rounds = [*python, "benchmark", "--rounds"]
     return [
         ("Driver", ["nvidia-smi"], 20),
         ("Versions", [*python, "torch.utils.collect_env"], 40),
