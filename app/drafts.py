@@ -72,7 +72,7 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     """
     options = sample.options
     if options.gamma == 0:
-        return plain(session, "plain: --gamma 0 drafts nothing")
+        return plain("plain: --gamma 0 drafts nothing")
     make = DRAFTERS.get(options.draft, class_of_user)
     with explaining(
         f"--draft {options.draft} lacks a file of this project", (ModuleNotFoundError,)
@@ -86,8 +86,7 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     if sample.grammar:
         from decoding.grammar import ForcedTokens
 
-        known = NoDraft(session.model.vocab_size, session.device)
-        drafter = ForcedTokens(sample.grammar, drafter, known)
+        drafter = ForcedTokens(sample.grammar, drafter)
     return strategy._replace(drafter=drafter)
 
 
@@ -114,14 +113,14 @@ def with_policy(strategy: Strategy, options: Options) -> Strategy:
     return strategy._replace(policy=policy)
 
 
-def plain(session: Session, name: str = "plain") -> Strategy:
+def plain(name: str = "plain") -> Strategy:
     """Return plain decoding: an empty draft."""
-    return Strategy(name, NoDraft(session.model.vocab_size, session.device), FixedLength(0))
+    return Strategy(name, NoDraft(), FixedLength(0))
 
 
 def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that copies what followed an earlier occurrence of the text's end."""
-    drafter = PromptLookup(session.model.vocab_size, session.device)
+    drafter = PromptLookup()
     return Strategy("prompt lookup", drafter, FixedLength(GAMMA))
 
 
@@ -177,7 +176,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
             " search"
         )
     if chosen.gamma == 0 and options.gamma is None:
-        return plain(session, "plain: by the plan, no draft pays")
+        return plain("plain: by the plan, no draft pays")
     if chosen.plan.has_low_bits and not possible and chosen.plan not in session.prepared:
         where = f"{session.model.dtype} on {session.device.type}"
         say(f"drafts in low bits are no faster here: there are no kernels for {where}")
@@ -375,7 +374,7 @@ def costs_by_bytes(session: Session, plans: dict[str, LayerPlan], positions: int
 
 DRAFTERS: dict[str, Callable[[Session, Sample, Slot, Model], Strategy]] = {
     "auto": auto,
-    "none": lambda session, *_: plain(session),
+    "none": lambda *_: plain(),
     "lookup": lookup,
     "skip": by_plan,
     "exit": by_plan,

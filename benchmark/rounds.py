@@ -47,7 +47,7 @@ def forced(rate: float) -> Verify:
 def seconds_per_token(model: Decoder, plan: LayerPlan | None, rate: float) -> float:
     """Return the seconds per token of a text, drafted under a plan; None is plain decoding."""
     cache = model.new_cache(TOKENS + DRAFTED + 1)
-    drafter = ModelDrafter(model, cache, plan) if plan else NoDraft(model.vocab_size, model.device)
+    drafter = ModelDrafter(model, cache, plan) if plan else NoDraft()
     text = Text([0], Rules(TOKENS), model)
     policy = FixedLength(DRAFTED if plan else 0)
     randomness = Rule("race", 0).randomness(model.device)

@@ -148,12 +148,11 @@ class ForFew:
         self.inner = inner
         self.together = together
         self.rollback = inner.rollback
-        self.empty = empty_draft(together.vocab_size, together.device)
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return the inner drafter's draft, or an empty one."""
         if len(self.together.loops) > FEW:
-            return self.empty
+            return empty_draft(text.vocab_size, text.device)
         return self.inner.propose(text, limit, params, policy, randomness)

@@ -231,10 +231,10 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return in_a_row([empty_draft(text.vocab_size, context.device), *draft])",
+        "return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
         "for _ in range(limit - len(draft)):\n"
         "        draft.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
-        "    return in_a_row([empty_draft(text.vocab_size, context.device), *draft])",
+        "    return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
         law(LONG, ADAPTIVE),
     ),
     Mutant(

@@ -416,7 +416,7 @@ def test_what_a_request_does_not_say_is_as_on_the_command_line(
     own = tmp_path / "own.py"
     own.write_text(
         "from decoding.drafters import NoDraft\n\n\ndef Mine(target, cache):\n    return"
-        " NoDraft(target.vocab_size)\n"
+        " NoDraft()\n"
     )
     sampling = ["--temperature", "0.8", "--seed", "5", "--max-new-tokens", "9", "--stop", "zz"]
     options = ["--draft", f"{own}:Mine", *sampling, "--system", "hm", "--context", "64"]
