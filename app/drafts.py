@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.command_line import say
-from app.files import explaining, one_line
 from app.options import GAMMA_LOW_BITS, LONGEST_ADAPTIVE, Options
 from app.plan_file import GAMMA, DraftPlan, read_plan
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from model.errors import InputError
+from model.errors import InputError, explaining, typed_line
 from model.plan import FULL, LayerPlan
 from weights.load import model_folder
 from weights.memory import bytes_read, has_memory_for
@@ -295,7 +294,7 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f", line {each.lineno}" for each in frames if each.filename == file]
         where = "".join([kind, *own[-1:]])
-        said = InputError(f"--draft {where}: {type(error).__name__}: {one_line(error)}")
+        said = InputError(f"--draft {where}: {typed_line(error)}")
         raise said from (error if in_text else None)
 
 

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from app.device import machine, pick_device
-from app.files import check_place, explaining, read_json, write_json
+from app.files import check_place, read_json, write_json
 from app.options import Options
 from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
 from app.picture import write_picture
@@ -28,7 +28,7 @@ from app.table import Row, table
 from benchmark import picture, rounds, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
 from decoding.verify import COUPLINGS
-from model.errors import InputError
+from model.errors import InputError, explaining
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder

@@ -37,7 +37,7 @@ from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
-from model.cache import KVCache
+from model.cache import LayerCache
 from model.fast.cpu import FastDecoder
 from tests.app import test_compare
 from tests.decoding import (
@@ -367,11 +367,11 @@ MUTANTS = [
     Mutant(
         19,
         "a sliding-window cache drops the entries that have left the window",
-        KVCache,
+        LayerCache,
         "write",
-        "self.values[layer][:, :, start:end] = values",
-        "self.values[layer][:, :, start:end] = values\n"
-        "    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",
+        "all_values[:, :, start:] = values",
+        "all_values[:, :, start:] = values\n"
+        "    if self.layer == 0:\n        all_keys[:, :, : max(0, start - 1)] = 0",
         of(SELF_DRAFT, "gemma2"),
     ),
     Mutant(

@@ -25,10 +25,9 @@ from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, models
 
 from app.command_line import say
-from app.files import explaining
 from app.parsers import Groups, run_script
 from model.config import ModelConfig
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.families import build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer

@@ -21,10 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from app.files import one_line
 from app.options import KINDS
 from app.session import Sample, Session
-from model.errors import InputError
+from model.errors import InputError, one_line
 
 # Unknown fields that have no effect here, and values that ask for nothing. Any other unknown field
 # is refused unless it is null or empty; false is not enough, since its default may be true.
