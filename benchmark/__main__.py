@@ -21,7 +21,7 @@ from rich.console import Console
 from app.device import machine, pick_device
 from app.files import check_place, read_json, write_json
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
+from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
 from app.picture import write_picture
 from app.session import Session
 from app.table import Row, table
@@ -185,9 +185,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
     return sections.Bench(session, cases, drafts, libraries, turns, options.context)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
-    return run_script(benchmark, OPTIONS, "python -m benchmark", __doc__, arguments)
+main = script(benchmark, OPTIONS, "python -m benchmark", __doc__)
 
 
 if __name__ == "__main__":
