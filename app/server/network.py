@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.command_line import say
 from app.options import KINDS, SHORT_TEXT
+from app.server.answers import Answer
 from app.server.requests import ChatBody, CompletionBody, begin, complaint
 from app.server.worker import LOOK, Job, Worker
 from app.session import Session
@@ -72,7 +73,8 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
     body = kind.model_validate_json(await request.body())
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
-    job = Job(body, await asyncio.to_thread(begin, worker.session, body))
+    sample = await asyncio.to_thread(begin, worker.session, body)
+    job = Job(Answer(body, sample, worker.session.name, worker.session.labels))
     worker.enqueue(job)
     while job.messages.empty():
         job.is_abandoned = await request.is_disconnected()
