@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-import decoding.randomness
+import decoding.race
 import decoding.sampling
 import decoding.speculate
 import decoding.verify
@@ -503,7 +503,7 @@ MUTANTS = [
     Mutant(
         33,
         "exponentials of 24 random bits decide between tens of thousands of tokens",
-        decoding.randomness,
+        decoding.race,
         "complements",
         "2**53 - 1 - shifted(bits, 11)",
         "2**53 - 2**29 - (shifted(bits, 40) << 29)",
