@@ -10,11 +10,11 @@ import sys
 
 from app.chat import converse
 from app.command_line import run_command
-from app.files import explaining
 from app.options import Options, parse
 from app.output import Output, comparison
 from app.prompt import read_prompt
 from app.session import Sample, Session, load
+from model.errors import explaining
 
 
 def run(options: Options) -> None:

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from app.command_line import say
 from app.device import keep_freed_memory, pick_device
-from app.parsers import run_script
+from app.parsers import script
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import (
@@ -139,15 +139,13 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
     return mean.item()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_script(
-        train,
-        OPTIONS,
-        "train.py",
-        __doc__,
-        arguments,
-        "stopped: the same command continues from the last saved state in its --out folder",
-    )
+main = script(
+    train,
+    OPTIONS,
+    "train.py",
+    __doc__,
+    "stopped: the same command continues from the last saved state in its --out folder",
+)
 
 
 if __name__ == "__main__":

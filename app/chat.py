@@ -10,7 +10,7 @@ from contextlib import suppress
 from select import select
 
 from app.command_line import say
-from app.output import in_words, view
+from app.output import statistics_line, view
 from app.prompt import checked_text
 from app.session import ContextFull, Sample, Session, Slot, pieces
 from decoding.rounds import Round
@@ -106,7 +106,7 @@ class Terminal:
                 self.shows_trace = not self.shows_trace
             case "/stats":
                 sample = self.chat.sample
-                say(in_words(sample) if sample else "nothing is written yet")
+                say(statistics_line(sample) if sample else "nothing is written yet")
             case "/draft":
                 chosen = options | {"draft": argument.strip()}
                 self.session.merged(chosen)  # checks it

@@ -6,8 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from app.files import one_line
-from model.errors import InputError
+from model.errors import InputError, one_line
 
 # in torch's message, by device: a GPU, the host
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")

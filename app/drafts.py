@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.command_line import say
-from app.files import explaining, one_line
 from app.options import GAMMA_LOW_BITS, LONGEST_ADAPTIVE, Options
 from app.plan_file import GAMMA, DraftPlan, read_plan
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from model.errors import InputError
+from model.errors import InputError, explaining, typed_line
 from model.plan import FULL, LayerPlan
 from weights.load import model_folder
 from weights.memory import bytes_read, has_memory_for
@@ -72,7 +71,7 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     """
     options = sample.options
     if options.gamma == 0:
-        return plain(session, "plain: --gamma 0 drafts nothing")
+        return plain("plain: --gamma 0 drafts nothing")
     make = DRAFTERS.get(options.draft, class_of_user)
     with explaining(
         f"--draft {options.draft} lacks a file of this project", (ModuleNotFoundError,)
@@ -86,8 +85,7 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     if sample.grammar:
         from decoding.grammar import ForcedTokens
 
-        known = NoDraft(session.model.vocab_size, session.device)
-        drafter = ForcedTokens(sample.grammar, drafter, known)
+        drafter = ForcedTokens(sample.grammar, drafter)
     return strategy._replace(drafter=drafter)
 
 
@@ -114,14 +112,14 @@ def with_policy(strategy: Strategy, options: Options) -> Strategy:
     return strategy._replace(policy=policy)
 
 
-def plain(session: Session, name: str = "plain") -> Strategy:
+def plain(name: str = "plain") -> Strategy:
     """Return plain decoding: an empty draft."""
-    return Strategy(name, NoDraft(session.model.vocab_size, session.device), FixedLength(0))
+    return Strategy(name, NoDraft(), FixedLength(0))
 
 
 def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that copies what followed an earlier occurrence of the text's end."""
-    drafter = PromptLookup(session.model.vocab_size, session.device)
+    drafter = PromptLookup()
     return Strategy("prompt lookup", drafter, FixedLength(GAMMA))
 
 
@@ -177,7 +175,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
             " python -m search"
         )
     if chosen.gamma == 0 and options.gamma is None:
-        return plain(session, "plain: by the plan, no draft pays")
+        return plain("plain: by the plan, no draft pays")
     if chosen.plan.has_low_bits and not possible and chosen.plan not in session.prepared:
         where = f"{session.model.dtype} on {session.device.type}"
         say(f"drafts in low bits are no faster here: there are no kernels for {where}")
@@ -296,7 +294,7 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f", line {each.lineno}" for each in frames if each.filename == file]
         where = "".join([kind, *own[-1:]])
-        said = InputError(f"--draft {where}: {type(error).__name__}: {one_line(error)}")
+        said = InputError(f"--draft {where}: {typed_line(error)}")
         raise said from (error if in_text else None)
 
 
@@ -375,7 +373,7 @@ def costs_by_bytes(session: Session, plans: dict[str, LayerPlan], positions: int
 
 DRAFTERS: dict[str, Callable[[Session, Sample, Slot, Model], Strategy]] = {
     "auto": auto,
-    "none": lambda session, *_: plain(session),
+    "none": lambda *_: plain(),
     "lookup": lookup,
     "skip": by_plan,
     "exit": by_plan,

@@ -8,30 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from model.errors import InputError
+from model.errors import InputError, explaining
 
 LFS_POINTER = b"version https://git-lfs"
-
-
-@contextmanager
-def explaining(
-    trouble: str, errors: tuple[type[Exception], ...] = (OSError,), field: str | None = None
-) -> Iterator[None]:
-    """Return a context that turns ``errors`` into an InputError: ``trouble``, then the error's
-    message.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except errors as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise InputError(f"{trouble}: {one_line(reason or error)}", field) from None
-
-
-def one_line(error: object) -> str:
-    """Return the message of an error, or its type, in one line of up to 300 characters."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_text(path: Path | str) -> str:

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from app.files import explaining
 from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
 from app.plan_file import GAMMA, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS, Rule
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.plan import LOW_BITS
 from weights.load import DTYPES
 

@@ -65,7 +65,7 @@ class Output:
 
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
-        say("; ".join(filter(None, (in_words(sample), sample.options.repeat_with))))
+        say("; ".join(filter(None, (statistics_line(sample), sample.options.repeat_with))))
         wanted = self.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
             say(
@@ -100,7 +100,7 @@ def view(
         print(stream.pull(at_end=True), file=file, flush=True)
 
 
-def in_words(sample: Sample) -> str:
+def statistics_line(sample: Sample) -> str:
     """Return the statistics of a sample in one line."""
     statistics = sample.statistics
     line = f"{statistics.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s"

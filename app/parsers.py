@@ -43,20 +43,23 @@ def parser_of(groups: Groups, **texts: str) -> OneLineParser:
     return parser
 
 
-def run_script(
+def script(
     work: Callable[[argparse.Namespace], int | None],
     groups: Groups,
     prog: str,
     doc: str,
-    arguments: Sequence[str] | None,
     interrupted: str = "",
-) -> int:
-    """Return the exit status of ``work`` on the options in ``arguments``, by default those of the
-    process: see ``run_command``. ``doc`` is the docstring of the script, whose first line heads the
-    help.
+) -> Callable[..., int]:
+    """Return the ``main`` of a script: it returns the exit status of ``work`` on the options in its
+    arguments, by default those of the process (see ``run_command``). ``doc`` is the docstring of
+    the script, whose first line heads the help.
     """
-    parser = parser_of(groups, prog=prog, description=doc.splitlines()[0])
-    return run_command(lambda: work(parser.parse_args(arguments)), interrupted)
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        parser = parser_of(groups, prog=prog, description=doc.splitlines()[0])
+        return run_command(lambda: work(parser.parse_args(arguments)), interrupted)
+
+    return main
 
 
 def within(

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from app.command_line import run_command
-from app.files import explaining
 from app.options import Options
 from app.prompt import read_prompt
 from app.session import Sample, Session
 from decoding.rounds import Round
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.parallel import Shard, exchange, split
 from weights.load import load_model, model_fingerprint
 

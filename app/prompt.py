@@ -10,9 +10,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from app.files import explaining, read_text
+from app.files import read_text
 from app.options import Options, flag_of
-from model.errors import InputError
+from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, str]]  # {"role": ..., "content": ...}

@@ -19,16 +19,16 @@ import torch
 from rich.console import Console
 
 from app.device import machine, pick_device
-from app.files import check_place, explaining, read_json, write_json
+from app.files import check_place, read_json, write_json
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, run_script, within
+from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
 from app.picture import write_picture
 from app.session import Session
 from app.table import Row, table
-from benchmark import picture, sections, shapes, ways
+from benchmark import picture, rounds, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
 from decoding.verify import COUPLINGS
-from model.errors import InputError
+from model.errors import InputError, explaining
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder
@@ -42,9 +42,16 @@ OPTIONS: Groups = {
         "--model": MODEL,
         "--shape": {
             "action": "append",
+            "default": [],
             "metavar": "NAME",
             "help": "measure random weights of this shape instead, repeatable: a config.json, or"
             f" {', '.join(read_json(shapes.NAMED))}",
+        },
+        "--rounds": {
+            "action": "append",
+            "default": [],
+            "metavar": "NAME",
+            "help": "measure whole rounds of a shape at given acceptance rates, repeatable",
         },
         "--draft-model": {
             "metavar": "DIR",
@@ -117,8 +124,10 @@ def benchmark(options: argparse.Namespace) -> None:
         check_place(path)
     if options.plot and options.plot.suffix not in (".svg", ".png"):
         raise InputError("--plot needs a name that ends in .svg or .png")
-    if options.against and (options.temperature or options.shape):
-        raise InputError("--against measures greedy texts: leave out --temperature and --shape")
+    if options.against and (options.temperature or options.shape or options.rounds):
+        raise InputError(
+            "--against measures greedy texts: leave out --temperature, --shape and --rounds"
+        )
     about = machine(pick_device(options.device))
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     report: dict[str, list[Row]] = {}
@@ -136,9 +145,11 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, str, list[Row]]
     """Yield the name, the title and the rows of each section asked for, or of each shape."""
     device = pick_device(options.device)
     dtype = DTYPES.get(options.dtype, torch.bfloat16)
-    for shape in options.shape or ():
+    for shape in options.shape:
         yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
-    bench = None if options.shape else prepare(options)
+    for shape in options.rounds:
+        yield "rounds", f"{shape} in {dtype}", rounds.measure_rounds(shape, dtype, device)
+    bench = None if options.shape or options.rounds else prepare(options)
     of_context = ["context"] if options.context else []
     wanted = [*options.only, *of_context] or sections.DEFAULT
     for name, section in sections.SECTIONS.items():
@@ -174,9 +185,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
     return sections.Bench(session, cases, drafts, libraries, turns, options.context)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
-    return run_script(benchmark, OPTIONS, "python -m benchmark", __doc__, arguments)
+main = script(benchmark, OPTIONS, "python -m benchmark", __doc__)
 
 
 if __name__ == "__main__":

@@ -10,4 +10,4 @@ class Forced(NoDraft):
     """Drafter of a user, which drafts nothing itself."""
 
     def __init__(self, target: Model, cache: Any) -> None:
-        super().__init__(target.vocab_size, target.device)
+        super().__init__()

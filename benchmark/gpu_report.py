@@ -22,7 +22,7 @@ import torch
 
 from app.device import pick_device
 from app.files import write_text
-from app.parsers import MODEL, Groups, run_script
+from app.parsers import MODEL, Groups, script
 
 REPORT = {"type": Path, "default": Path("gpu-report.md"), "metavar": "FILE", "help": "the report"}
 OPTIONS: Groups = {"": {"--model": MODEL, "--out": REPORT}}
@@ -36,7 +36,7 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
     against = ["--against", "transformers"] if find_spec("transformers") else []
     generate = [sys.executable, "generate.py", "Why is the sky blue?", "--compare"]
     tests = [*python, "pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"]
-    rounds = [*python, "benchmark.rounds"]
+    rounds = [*python, "benchmark", "--rounds"]
     return [
         ("Driver", ["nvidia-smi"], 20),
         ("Versions", [*python, "torch.utils.collect_env"], 40),
@@ -76,9 +76,7 @@ def section(title: str, command: list[str], seconds: int) -> str:
     return f"\n## {title}: {end}\n\n`{shlex.join(command)}`\n\n```text\n{shown}\n```\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit status, 0 also without a GPU."""
-    return run_script(report, OPTIONS, "python -m benchmark.gpu_report", __doc__, arguments)
+main = script(report, OPTIONS, "python -m benchmark.gpu_report", __doc__)
 
 
 if __name__ == "__main__":

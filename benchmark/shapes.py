@@ -77,14 +77,19 @@ def config_of(shape: str) -> ModelConfig:
     return parse_config(named[shape] if shape in named else read_json(Path(shape)))
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Return a model with random weights of the size of trained ones."""
+def shape_model(shape: str, dtype: torch.dtype, device: torch.device, positions: int) -> Decoder:
+    """Return a model with random weights of the size of trained ones, and with fast steps. Raises
+    InputError where it does not fit into memory with a cache of these ``positions``.
+    """
+    config = config_of(shape)
+    sizes = {"prompt": positions, "longest_draft": LONGEST_DRAFT, "fast_on": device}
+    check_fits(estimate(config, dtype, positions, **sizes), device)
     with torch.device("meta"):
         model = build(config).to(dtype)
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter in model.parameters():
         parameter.uniform_(-(config.hidden_size**-0.5), config.hidden_size**-0.5)
-    return model
+    return accelerated(model, Options())
 
 
 @torch.inference_mode()
@@ -94,11 +99,8 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
 
     Raises InputError where its weights do not fit into memory.
     """
-    config = config_of(shape)
-    size = {"shape": shape, "parameters, 10⁶": parameter_count(config) / 1e6}
-    sizes = {"prompt": max(PROMPTS), "longest_draft": LONGEST_DRAFT, "fast_on": device}
-    check_fits(estimate(config, dtype, max(PROMPTS), **sizes), device)
-    model = accelerated(random_model(config, dtype, device), Options())
+    model = shape_model(shape, dtype, device, max(PROMPTS))
+    size = {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6}
     cache = model.new_cache(max(PROMPTS))
     early = LayerPlan.early_exit(model.num_layers, max(1, model.num_layers // 4))
     low_bits = LayerPlan.full(model.num_layers).in_bits(4)

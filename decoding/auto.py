@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from decoding.drafters import Draft, Drafter, ModelFreeDrafter
+from decoding.drafters import Draft, Drafter, ModelFreeDrafter, draft_of, empty_draft
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
@@ -166,14 +166,13 @@ class Auto(Policy):
         ]
         drafts = [(*self._best_length(offer, limit), offer) for offer in self.offers]
         speedup, length, taken = max(drafts, key=lambda draft: draft[0])
-        drafter = self.drafters[taken.name]
         if speedup <= 1:
-            return drafter.empty
+            return empty_draft(text.vocab_size, text.device)
         self.taken = taken
         self.speedup = speedup
         if taken.tokens is not None:
-            return drafter.draft_of(text, taken.tokens[:length])
-        return drafter.propose(text, length, params, policy, randomness)
+            return draft_of(text, taken.tokens[:length])
+        return self.drafters[taken.name].propose(text, length, params, policy, randomness)
 
     def _offer(self, name: str, drafter: Drafter, text: Text, limit: int) -> Offer:
         """Return a drafter's offer: a lookup's acceptance is learned per length of its n-gram."""

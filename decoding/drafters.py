@@ -13,6 +13,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -126,10 +127,27 @@ def contract_error(drafter: Drafter, broken: str) -> InputError:
     )
 
 
-def empty_draft(vocab_size: int, device: torch.device | str) -> Draft:
+@cache
+def empty_draft(vocab_size: int, device: torch.device) -> Draft:
     """Return a draft without tokens."""
     no_tokens = torch.zeros(0, dtype=torch.int64, device=device)
     return Draft(no_tokens, one_hot(no_tokens, vocab_size))
+
+
+def draft_of(text: Text, tokens: Sequence[int]) -> Draft:
+    """Return a draft of known tokens, up to the first that is not allowed or ends the text."""
+    drafted: list[int] = []
+    for token in tokens:
+        allowed = text.allowed_after(drafted)
+        if allowed is not None and not allowed[token]:
+            break  # a constraint may be called only with texts that it allows
+        drafted.append(token)
+        if token in text.rules.eos_ids:
+            break
+    if not drafted:
+        return empty_draft(text.vocab_size, text.device)
+    ids = torch.tensor(drafted, dtype=torch.int64, device=text.device)
+    return Draft(ids, one_hot(ids, text.vocab_size))
 
 
 def in_a_row(drafts: Sequence[Draft]) -> Draft:
@@ -160,7 +178,6 @@ class ModelDrafter:
         self.model = model
         self.cache = cache
         self.plan = plan
-        self.empty = empty_draft(model.vocab_size, model.device)
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -169,9 +186,9 @@ class ModelDrafter:
         distributions.
         """
         limit = min(limit, self.model.max_positions + 1 - len(text))
-        context = text.tensor(self.model.device)
+        context = text.tensor()
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
-        ends_at_eos = ends_at_end_of_text(text, policy, self.model.device)
+        ends_at_eos = ends_at_end_of_text(text, policy)
         # only penalties and constraints read the drafted tokens before the draft ends
         extends = params.penalises or bool(text.constraints)
         draft: list[Draft] = []  # of one token each
@@ -187,7 +204,7 @@ class ModelDrafter:
                 break
             if extends:
                 context = torch.cat((context, step.tokens))
-        return in_a_row([empty_draft(text.vocab_size, context.device), *draft])
+        return in_a_row([empty_draft(text.vocab_size, text.device), *draft])
 
     def _draw(
         self,
@@ -233,11 +250,6 @@ class ModelDrafter:
 class ModelFreeDrafter:
     """Drafter of tokens that are known without running a model. ``find`` gives them."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.vocab_size = vocab_size
-        self.device = device
-        self.empty = empty_draft(vocab_size, device)
-
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Return the number that says how good the guess is, for which policies estimate an
         acceptance, and up to ``limit`` tokens.
@@ -248,22 +260,7 @@ class ModelFreeDrafter:
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return a draft of up to ``limit`` tokens, not drawn: q is one-hot."""
-        return self.draft_of(text, self.find(text, limit)[1])
-
-    def draft_of(self, text: Text, tokens: Sequence[int]) -> Draft:
-        """Return a draft of these tokens, up to the first that is not allowed or ends the text."""
-        drafted: list[int] = []
-        for token in tokens:
-            allowed = text.allowed_after(drafted)
-            if allowed is not None and not allowed[token]:
-                break  # a constraint may be called only with texts that it allows
-            drafted.append(token)
-            if token in text.rules.eos_ids:
-                break
-        if not drafted:
-            return self.empty
-        ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
-        return Draft(ids, one_hot(ids, self.vocab_size))
+        return draft_of(text, self.find(text, limit)[1])
 
     def rollback(self, length: int) -> None:
         """Do nothing: each search reads the text itself."""
@@ -302,7 +299,7 @@ class PromptLookup(ModelFreeDrafter):
         return quality, text.tokens[after : after + limit] if length else []
 
 
-def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> bool:
+def ends_at_end_of_text(text: Text, policy: Policy) -> bool:
     """Return whether a model's draft ends with an end-of-text token: what follows would be
     discarded.
 
@@ -310,7 +307,7 @@ def ends_at_end_of_text(text: Text, policy: Policy, device: torch.device) -> boo
     asks for their confidences. Elsewhere a GPU would have to synchronise for each, and a draft of
     fixed length has its length.
     """
-    reads_confidence_on_cpu = policy.reads_draft_confidence and device.type == "cpu"
+    reads_confidence_on_cpu = policy.reads_draft_confidence and text.device.type == "cpu"
     return bool(text.constraints) or reads_confidence_on_cpu
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.drafters import Draft, Drafter, ModelFreeDrafter
+from decoding.drafters import Draft, Drafter, draft_of
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import common_prefix
@@ -232,13 +232,9 @@ class ForcedTokens:
     are allowed there that begin with these bytes, so they are guesses.
     """
 
-    def __init__(
-        self, constraint: GrammarConstraint, inner: Drafter, known: ModelFreeDrafter
-    ) -> None:
-        """``known`` makes a draft of known tokens."""
+    def __init__(self, constraint: GrammarConstraint, inner: Drafter) -> None:
         self.constraint = constraint
         self.inner = inner
-        self.known = known
         self.rollback = inner.rollback
 
     def propose(
@@ -247,7 +243,7 @@ class ForcedTokens:
         """Return the draft of forced tokens, or that of the inner drafter."""
         forced = self.forced(text, limit)
         if forced:
-            return self.known.draft_of(text, forced)
+            return draft_of(text, forced)
         return self.inner.propose(text, limit, params, policy, randomness)
 
     def forced(self, text: Text, limit: int) -> list[int]:

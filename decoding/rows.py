@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.device import compiled
-from model.errors import in_words
+from model.errors import typed_line
 
 COMPARED = 256  # numbers of a chunk in which the least is found
 # Numbers of a chunk of a sum. More than 128 chunks would be divided among blocks of threads again,
@@ -37,7 +37,7 @@ def compute(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor
         return by_compiled_code(compiled(function), rows, *more)
     except Exception as error:  # of compilers and drivers
         NOT_COMPILED.add(function)
-        print(f"[{function.__name__} runs uncompiled: {in_words(error)}]", file=sys.stderr)
+        print(f"[{function.__name__} runs uncompiled: {typed_line(error)}]", file=sys.stderr)
         return function(rows, *more)
 
 

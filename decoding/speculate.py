@@ -54,7 +54,7 @@ def speculate(
         # The cache holds every token of the text but the last. The steps are those of the chapter:
         # 1. Draft up to γ tokens, each with the distribution that it was drawn from.
         position = len(text)
-        context = text.tensor(target.device)  # now: on a GPU the copy would wait for the draft
+        context = text.tensor()  # now: on a GPU the copy would wait for the draft
         limit = max(0, min(policy.draft_length(), text.remaining - 1))
         draft = drafter.propose(text, limit, params, policy, randomness)
         # 2. Verify the last token and the draft in one pass: distributions after each of them.

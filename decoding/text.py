@@ -118,6 +118,7 @@ class Text:
         self.rules = rules
         self.token_bytes = token_bytes
         self.vocab_size = target.vocab_size
+        self.device = target.device
         self.max_positions = target.max_positions
         self.stops = Patterns(rules.stop_strings)
         self.bans = Patterns(rules.banned)
@@ -130,7 +131,7 @@ class Text:
         self.retractions = 0
         self.finish: str | None = None
         self.cut: int | None = None  # the offset in ``data`` where a finished text ends
-        self.buffer = torch.empty(0, dtype=torch.int64)  # of tokens, on a device
+        self.buffer = torch.empty(0, dtype=torch.int64, device=self.device)  # of tokens
         self.copied = 0  # the number of tokens that the buffer holds
         for token in prompt:
             self._append(token)
@@ -182,15 +183,15 @@ class Text:
         """Return the place of the next draw, after ``drafted`` tokens not yet in the text."""
         return Place(len(self) + drafted, self.retractions)
 
-    def tensor(self, device: torch.device) -> Tensor:
-        """Return the tokens ``[n]`` int64 on ``device``: a view that is valid until the text is
-        extended.
+    def tensor(self) -> Tensor:
+        """Return the tokens ``[n]`` int64 on the target's device: a view that is valid until the
+        text is extended.
 
         Only the tokens that are new since the last call are copied.
         """
-        if len(self) > len(self.buffer) or self.buffer.device != device:
+        if len(self) > len(self.buffer):
             length = max(len(self), self.longest)
-            self.buffer = torch.empty(length, dtype=torch.int64, device=device)
+            self.buffer = torch.empty(length, dtype=torch.int64, device=self.device)
             self.copied = 0
         if self.copied < len(self):
             new = torch.tensor(self.tokens[self.copied :], dtype=torch.int64)

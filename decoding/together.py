@@ -117,7 +117,8 @@ class Together:
         try:
             if first.is_prompt:
                 return [first.model.prefill(first.tokens, first.cache, first.start)]
-            return first.model.together([call[1:4] for call in calls], first.plan)
+            given = [(call.tokens, call.cache, call.start) for call in calls]
+            return first.model.together(given, first.plan)
         except Exception as error:  # computed one by one, only the failing call has an error
             return [error] if len(calls) == 1 else [self._results([call])[0] for call in calls]
 
@@ -148,12 +149,11 @@ class ForFew:
         self.inner = inner
         self.together = together
         self.rollback = inner.rollback
-        self.empty = empty_draft(together.vocab_size, together.device)
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return the inner drafter's draft, or an empty one."""
         if len(self.together.loops) > FEW:
-            return self.empty
+            return empty_draft(text.vocab_size, text.device)
         return self.inner.propose(text, limit, params, policy, randomness)

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from app.characters import Labels
-from app.parsers import MODEL, Groups, run_script
+from app.parsers import MODEL, Groups, script
 from app.picture import RULE, write_picture
 from model.decoder import Decoder
 from model.errors import InputError
@@ -128,8 +128,7 @@ def draw(options: argparse.Namespace) -> None:
     write_picture(lambda: picture(model, tokenizer, options.text), options.svg)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_script(draw, OPTIONS, "python -m docs.layers", __doc__, arguments)
+main = script(draw, OPTIONS, "python -m docs.layers", __doc__)
 
 
 if __name__ == "__main__":

@@ -48,26 +48,17 @@ class KVCache:
         """Number of positions that are valid in every layer, where a full pass may continue."""
         return min(self.lengths)
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values ``[batch, kv_heads, T, head_dim]`` at ``[start, start + T)``.
-
-        Entries after them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
-        start + T, head_dim]``. Raises ValueError if the write would leave a hole or not fit:
-        mistakes of the caller that would otherwise show only as wrong text.
-        """
-        self.claim([layer], start, keys.shape[2])
-        end = self.lengths[layer]
-        self.keys[layer][:, :, start:end] = keys
-        self.values[layer][:, :, start:end] = values
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
-
     @property
     def layers(self) -> list[LayerCache]:
         """Entries of each layer."""
         return [LayerCache(self, layer) for layer in range(len(self.lengths))]
 
     def claim(self, layers: Iterable[int], start: int, count: int) -> None:
-        """Mark ``[start, start + count)`` as the last valid entries of these layers."""
+        """Mark ``[start, start + count)`` as the last valid entries of these layers.
+
+        Raises ValueError if they would leave a hole or not fit: mistakes of the caller that would
+        otherwise show only as wrong text.
+        """
         end = start + count
         for layer in layers:
             if not 0 <= start <= self.lengths[layer]:
@@ -106,8 +97,18 @@ class LayerCache(NamedTuple):
     layer: int
 
     def write(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as ``KVCache.write`` for this layer."""
-        return self.cache.write(self.layer, start, keys, values)
+        """Store keys and values ``[batch, kv_heads, T, head_dim]`` at ``[start, start + T)``.
+
+        Entries after them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
+        start + T, head_dim]``. Raises ValueError as ``claim`` does.
+        """
+        end = start + keys.shape[2]
+        self.cache.claim([self.layer], start, keys.shape[2])
+        all_keys = self.cache.keys[self.layer][:, :, :end]
+        all_values = self.cache.values[self.layer][:, :, :end]
+        all_keys[:, :, start:] = keys
+        all_values[:, :, start:] = values
+        return all_keys, all_values
 
 
 def static_capacity(positions: int) -> int:

@@ -1,4 +1,7 @@
-"""Exception for errors that a user can fix, and other errors in words."""
+"""Exception for errors that a user can fix, and other errors in one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 NON_FINITE = (
     "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its"
@@ -25,6 +28,27 @@ class InputError(ValueError):
         )
 
 
-def in_words(error: Exception) -> str:
-    """Return the type and the message of an error in one line of up to 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+@contextmanager
+def explaining(
+    trouble: str, errors: tuple[type[BaseException], ...] = (OSError,), field: str | None = None
+) -> Iterator[None]:
+    """Return a context that turns ``errors`` into an InputError: ``trouble``, then the error's
+    message.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except errors as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{trouble}: {one_line(reason or error)}", field) from None
+
+
+def one_line(error: object) -> str:
+    """Return the message of an error, or its type, in one line of up to 300 characters."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def typed_line(error: BaseException) -> str:
+    """Return the type of an error and its ``one_line``."""
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -35,7 +35,7 @@ from app.device import machine
 from app.drafts import plan_in_words
 from app.files import check_place, read_optional_json
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
+from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.picture import write_picture
 from app.plan_file import DraftPlan, read_plan, write_plan
 from app.session import Session
@@ -374,9 +374,7 @@ def compare_samplers(
         write_picture(lambda: best_values(curves, len(first)), options.plots / "samplers.svg")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit status."""
-    return run_script(run, OPTIONS, "python -m search", __doc__, arguments)
+main = script(run, OPTIONS, "python -m search", __doc__)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def measure_costs(
     longest = ROUNDS * (LONGEST_DRAFT + 1)
     room = max(2, session.context - longest)
     slot = session.slot_for(min(room, max(map(len, prompts))) + longest)
-    known = Repetition(model.vocab_size, model.device)
+    known = Repetition()
     drafters: dict[Any, tuple[Drafter, int]] = {
         ("verify", length): (known, length) for length in range(LONGEST_DRAFT + 1)
     }

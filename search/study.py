@@ -18,7 +18,7 @@ from typing import NamedTuple
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from app.files import explaining
+from model.errors import explaining
 from model.plan import FULL, LayerPlan
 
 SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {

@@ -44,8 +44,8 @@ def random_tables(seed: int, states: int, vocab: int) -> TableModel:
 
 NewDrafter = Callable[[Any, KVCache], Drafter]
 NO_MODEL: dict[str, NewDrafter] = {
-    "lookup": lambda model, cache: PromptLookup(model.vocab_size, model.device),
-    "none": lambda model, cache: NoDraft(model.vocab_size, model.device),
+    "lookup": lambda model, cache: PromptLookup(),
+    "none": lambda model, cache: NoDraft(),
 }
 TABLE_DRAFTERS: dict[str, NewDrafter] = {
     "plan": self_draft,
@@ -130,7 +130,7 @@ def text_of(
     positions: int = 1000,
 ) -> Text:
     """A text for any model of this size."""
-    sizes = SimpleNamespace(vocab_size=vocab, max_positions=positions)
+    sizes = SimpleNamespace(vocab_size=vocab, max_positions=positions, device=torch.device("cpu"))
     return Text(prompt, rules or Rules(1000), sizes, token_bytes)
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-import decoding.randomness
+import decoding.race
 import decoding.sampling
 import decoding.speculate
 import decoding.verify
@@ -37,7 +37,7 @@ from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
-from model.cache import KVCache
+from model.cache import LayerCache
 from model.fast.cpu import FastDecoder
 from tests.app import test_compare
 from tests.decoding import (
@@ -231,10 +231,10 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return in_a_row([empty_draft(text.vocab_size, context.device), *draft])",
+        "return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
         "for _ in range(limit - len(draft)):\n"
         "        draft.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
-        "    return in_a_row([empty_draft(text.vocab_size, context.device), *draft])",
+        "    return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -367,11 +367,11 @@ MUTANTS = [
     Mutant(
         19,
         "a sliding-window cache drops the entries that have left the window",
-        KVCache,
+        LayerCache,
         "write",
-        "self.values[layer][:, :, start:end] = values",
-        "self.values[layer][:, :, start:end] = values\n"
-        "    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",
+        "all_values[:, :, start:] = values",
+        "all_values[:, :, start:] = values\n"
+        "    if self.layer == 0:\n        all_keys[:, :, : max(0, start - 1)] = 0",
         of(SELF_DRAFT, "gemma2"),
     ),
     Mutant(
@@ -503,7 +503,7 @@ MUTANTS = [
     Mutant(
         33,
         "exponentials of 24 random bits decide between tens of thousands of tokens",
-        decoding.randomness,
+        decoding.race,
         "complements",
         "2**53 - 1 - shifted(bits, 11)",
         "2**53 - 2**29 - (shifted(bits, 40) << 29)",

@@ -27,5 +27,5 @@ def auto(
     new_drafter: Callable[[Any, KVCache], Drafter], model: Any, cache: KVCache, **more: Any
 ) -> Auto:
     """Between a drafter of the model's and prompt lookup."""
-    lookup = PromptLookup(model.vocab_size, model.device)
+    lookup = PromptLookup()
     return quick({"model": new_drafter(model, cache), "lookup": lookup}, **more)

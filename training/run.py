@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from app.files import atomic_path, explaining, read_json, write_text
+from app.files import atomic_path, read_json, write_text
 from app.parsers import DEVICE, Groups, within
 from model.config import parse_config
 from model.decoder import Decoder
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.families import build
 from training.recipe import CURRICULA
 from training.text import Rows, read_documents, rows_of, train_tokenizer

@@ -25,10 +25,9 @@ from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, models
 
 from app.command_line import say
-from app.files import explaining
-from app.parsers import Groups, run_script
+from app.parsers import Groups, script
 from model.config import ModelConfig
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.families import build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer
@@ -135,15 +134,13 @@ OPTIONS: Groups = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_script(
-        lambda options: print(fetch(options.out)),
-        OPTIONS,
-        "python -m weights.fetch",
-        __doc__,
-        arguments,
-        "interrupted: nothing was changed; run the same command again",
-    )
+main = script(
+    lambda options: print(fetch(options.out)),
+    OPTIONS,
+    "python -m weights.fetch",
+    __doc__,
+    "interrupted: nothing was changed; run the same command again",
+)
 
 
 if __name__ == "__main__":

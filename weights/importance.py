@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.command_line import say
-from app.files import atomic_path, explaining
+from app.files import atomic_path
 from model.decoder import Decoder
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.places import cache_folder, version
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer

@@ -23,11 +23,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from app.command_line import say
-from app.files import check_is_fetched, explaining, read_json, read_optional_json
+from app.files import check_is_fetched, read_json, read_optional_json
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.device import multiplies_bf16
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.families import build
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from app.files import atomic_path, explaining, read_optional_json, write_json
+from app.files import atomic_path, read_optional_json, write_json
 from model.decoder import Decoder
+from model.errors import explaining
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 REPLACED = (*TOKEN_IDS, "dtype")  # fields of a model's config.json that are not copied as they are

@@ -23,9 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from app.command_line import say
-from app.files import check_is_fetched, explaining, read_optional_json, read_text
+from app.files import check_is_fetched, read_optional_json, read_text
 from model.config import LARGEST
-from model.errors import InputError
+from model.errors import InputError, explaining
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces

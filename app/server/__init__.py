@@ -1,4 +1,5 @@
 """Server: OpenAI's endpoints for texts and chats, and a live page, over one session.
 
-``requests`` has what may be asked for, ``worker`` writes the texts, ``network`` is the server.
+``requests`` has what may be asked for and ``answers`` what is told, ``worker`` writes the texts,
+``network`` is the server.
 """

@@ -26,12 +26,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.command_line import say
-from app.files import explaining, one_line
 from app.options import KINDS, SHORT_TEXT
+from app.server.answers import Answer
 from app.server.requests import ChatBody, CompletionBody, begin, complaint
 from app.server.worker import LOOK, Job, Worker
 from app.session import Session
-from model.errors import InputError
+from model.errors import InputError, explaining, typed_line
 
 PAGE = Path(__file__).with_name("live.html")
 MAX_BODY = 1 << 20  # bytes
@@ -58,7 +58,7 @@ def refusal(request: Request | None, error: Exception) -> JSONResponse:
     if isinstance(error, InputError | ValidationError) and not error.__cause__:
         message, param = complaint(error)
     elif not isinstance(error, HTTPException):  # also of a user's code
-        say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
+        say(f"a request could not be answered: {typed_line(error)}")
         status = 500
         message = "the request could not be answered"
     kind = "server_error" if status >= 500 else "invalid_request_error"
@@ -73,7 +73,8 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
     body = kind.model_validate_json(await request.body())
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
-    job = Job(body, await asyncio.to_thread(begin, worker.session, body))
+    sample = await asyncio.to_thread(begin, worker.session, body)
+    job = Job(Answer(body, sample, worker.session.name, worker.session.labels))
     worker.enqueue(job)
     while job.messages.empty():
         job.is_abandoned = await request.is_disconnected()

@@ -21,10 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from app.files import one_line
 from app.options import KINDS
 from app.session import Sample, Session
-from model.errors import InputError
+from model.errors import InputError, one_line
 
 # Unknown fields that have no effect here, and values that ask for nothing. Any other unknown field
 # is refused unless it is null or empty; false is not enough, since its default may be true.
@@ -47,10 +46,6 @@ OPTIONS = (
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("exit_layer", "adaptive", "min_target_confidence"),
 )
-GIVEN = {
-    *(*OPTIONS, "max_new_tokens", "top_k", "stop", "ban", "draft", "gamma"),
-    "chat_template_kwargs",
-}
 # Fields of requests for options of other names
 SPELLINGS = {
     "max_new_tokens": "max_tokens",
@@ -164,12 +159,11 @@ def only_prompt(prompt: Any) -> str | list[int]:
 Top = Annotated[int, Field(ge=0, le=20)]
 
 
-class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))):
-    """Fields of every request: those of OpenAI's API, and options of the command line. A ``draft``
-    is one of ``KINDS``, never a file of code. ``trace``: a stream tells the verdicts of each round.
+class OptionsBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))):
+    """Fields for options of the command line. A ``draft`` is one of ``KINDS``, never a file of
+    code.
     """
 
-    model: str | None = None
     max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
@@ -178,6 +172,12 @@ class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (
     ban: Strings = None
     draft: Literal[tuple(KINDS)] | None = None
     gamma: Annotated[int, Field(ge=0, le=32)] | None = None
+
+
+class TextBody(OptionsBody):
+    """Fields of every request. ``trace``: a stream tells the verdicts of each round."""
+
+    model: str | None = None
     response_format: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
@@ -186,7 +186,8 @@ class TextBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (
 
     def options(self) -> dict[str, Any]:
         """Return the options that the request gives. Raises InputError."""
-        given = self.model_dump(include=GIVEN, exclude_none=True)
+        names = {*OptionsBody.model_fields, "chat_template_kwargs"}
+        given = self.model_dump(include=names, exclude_none=True)
         for form in filter(None, (self.response_format, self.structured_outputs)):
             given |= form.options()
         return given

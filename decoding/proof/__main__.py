@@ -8,27 +8,14 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
 from decoding.proof.judge import bar_of
-from model.errors import InputError
+from model.errors import InputError, explaining
 
-
-@contextmanager
-def blaming(trouble: str) -> Iterator[None]:
-    """Return a context that turns an error of the user's code into an InputError of one line:
-    ``trouble``, then the error's message, or its type.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"{trouble}: {reason:.300}") from None
+ANY_ERROR = (Exception, SystemExit)  # of the user's code
 
 
 def function_of(name: str) -> Callable[[], Any]:
@@ -37,7 +24,7 @@ def function_of(name: str) -> Callable[[], Any]:
     if not os.path.isfile(file):
         raise InputError(f"{name!r:.200} must be FILE.py:FUNCTION, of a file that is there")
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # as when the file is run
-    with blaming(f"{file} cannot be run"):
+    with explaining(f"{file} cannot be run", ANY_ERROR):
         found = runpy.run_path(file).get(function)
     if not callable(found):
         raise InputError(f"{file} has no function {function}")
@@ -48,7 +35,7 @@ def shown_law(name: str, paths: int) -> Law:
     """Return the law of a function, with a bar of the probability of the paths so far."""
     function = function_of(name)
     title = f"every outcome of {name.rpartition(':')[2]}"
-    with bar_of(title) as progress, blaming(f"{name} failed"):
+    with bar_of(title) as progress, explaining(f"{name} failed", ANY_ERROR):
         return law_of(function, paths, progress)
 
 

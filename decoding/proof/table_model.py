@@ -53,9 +53,9 @@ class TableModel(Steps):
         # Keys are ids. The draft's have a half added, so that the target's entries differ from
         # them.
         entries = tokens[:, None, :, None].double() + (0.0 if plan is None else 0.5)
-        for layer in range(2):
-            if plan is None or plan.attention[layer]:
-                history, _ = cache.write(layer, start, entries, entries)
+        for number, layer in enumerate(cache.layers):
+            if plan is None or plan.attention[number]:
+                history, _ = layer.write(start, entries, entries)
         ids = history.flatten().tolist()
         if plan is None:
             assert all(entry == int(entry) for entry in ids), (

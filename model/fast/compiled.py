@@ -40,30 +40,30 @@ def structure(name: str, fields: dict[str, type]) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": each})
 
 
-Matrix = structure("Matrix", {"weights bias": c_void_p, "kind rows columns": c_long})
-Layer = structure(
-    "Layer",
+CMatrix = structure("CMatrix", {"weights bias": c_void_p, "kind rows columns": c_long})
+CLayer = structure(
+    "CLayer",
     {
-        "qkv": Matrix * 3,
-        "o": Matrix,
-        "gate_up": Matrix * 2,
-        "down": Matrix,
+        "qkv": CMatrix * 3,
+        "o": CMatrix,
+        "gate_up": CMatrix * 2,
+        "down": CMatrix,
         "attention_norm attention_post_norm mlp_norm mlp_post_norm": c_void_p,
         "q_norm k_norm cos sin": c_void_p,
         "window": c_long,
     },
 )
-Model = structure(
-    "Model",
+CModel = structure(
+    "CModel",
     {
         "layers embedding norm": c_void_p,
-        "head": Matrix,
+        "head": CMatrix,
         "num_layers kind hidden heads key_heads size newest": c_long,
         "embedding_scale eps scale soft_cap final_soft_cap": c_float,
         "is_gelu": c_int32,
     },
 )
-Text = structure("Text", {"tokens entries": c_void_p, "rows start head_bytes": c_long})
+CText = structure("CText", {"tokens entries": c_void_p, "rows start head_bytes": c_long})
 
 
 def compiler() -> list[str]:
@@ -77,14 +77,14 @@ def compiler() -> list[str]:
     raise InputError("there is no C compiler: install one as cc, or run pip install ziglang")
 
 
-def target() -> list[str]:
+def machine_flags() -> list[str]:
     """Return the compiler's options for this processor, or for the one in SPECDEC_MARCH."""
     name = os.environ.get("SPECDEC_MARCH", "native")
     is_arm = platform.machine() in ("aarch64", "arm64")
     return f"-mcpu={name}".split() if is_arm else f"{TUNING} -march={name}".split()
 
 
-def processor() -> list[str]:
+def cpu_identity() -> list[str]:
     """Return lines that tell this processor from those that may lack some of its instructions."""
     names = "model name", "flags", "CPU part", "Features"
     lines = {platform.machine()}
@@ -99,8 +99,8 @@ def library() -> ctypes.CDLL:
     """Return the compiled step. It is kept in the cache folder, by its source, the compiler's
     options and the processor. Raises InputError where it cannot be compiled.
     """
-    flags = [*FLAGS, *target()]
-    machine = hashlib.sha256("\n".join([*flags, *processor()]).encode()).hexdigest()
+    flags = [*FLAGS, *machine_flags()]
+    machine = hashlib.sha256("\n".join([*flags, *cpu_identity()]).encode()).hexdigest()
     kept = cache_folder() / "step" / f"{version(SOURCES)}-{machine[:16]}.so"
     with suppress(OSError):  # absent, or damaged
         return ctypes.CDLL(str(kept))

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.decoder import Abilities, Decoder
 from model.fast import PreparedDecoder
-from model.fast.compiled import Layer, Matrix, Model, Text, call, library
+from model.fast.compiled import CLayer, CMatrix, CModel, CText, call, library
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LOW_BITS, LayerPlan
-from model.quantise import GROUP, shares_of
+from model.quantise import shares_of
 
 KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
 NORMS = {  # of a block: fields of a layer in step.c, and their names here
@@ -98,7 +98,7 @@ class FastDecoder(PreparedDecoder):
         texts = [text for each in calls for text in texts_of(*each)]
         rows = [tokens.numel() for tokens, _, _ in calls]
         logits = torch.empty(sum(rows), self.vocab_size)
-        array = (Text * len(texts))(*texts)
+        array = (CText * len(texts))(*texts)
         place = c_void_p(logits.data_ptr())
         call("step", ctypes.byref(weights.model), array, c_long(len(texts)), place)
         by_call = zip(logits.split(rows), calls, strict=True)
@@ -131,7 +131,7 @@ class Weights:
                 rope, config.head_dim, self.positions, torch.float32, model.device
             )
             angles[rope] = [self.address(each.chunk(2, 1)[1].contiguous()) for each in tables]
-        layers = (Layer * config.num_layers)()
+        layers = (CLayer * config.num_layers)()
         parts = zip(layers, model.layers, plan.attention, plan.mlp, strict=True)
         for number, (layer, block, attention, mlp) in enumerate(parts):
             of = block.self_attn
@@ -150,7 +150,7 @@ class Weights:
             layer.cos, layer.sin = angles[config.ropes[number]]
             layer.window = config.windows[number] or UNLIMITED
         self.owned.append(layers)
-        self.model = Model(
+        self.model = CModel(
             layers=ctypes.addressof(layers),
             embedding=self.address(model.embed_tokens.weight),
             norm=self.scales(model.norm),
@@ -178,12 +178,12 @@ class Weights:
     def matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> ctypes.Structure:
         """Return the weights of a linear layer in these bits; 0 is none."""
         if not bits:
-            return Matrix()
+            return CMatrix()
         weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
         kind = KINDS[product.weight.dtype] if bits == FULL else bits
         bias = getattr(product, "bias", None)
         bias = None if bias is None else self.address(bias.float())
-        return Matrix(self.address(weight), bias, kind, *product.weight.shape)
+        return CMatrix(self.address(weight), bias, kind, *product.weight.shape)
 
     def scales(self, norm: RMSNorm) -> int:
         """Return the address of the factors by which a norm scales, float32."""
@@ -195,12 +195,11 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tens
     codes of ``model.quantise.quantise``, laid out as ``products.h`` draws them.
     """
     rows, columns = weight.shape
-    groups = -(-columns // GROUP)
-    block_bytes = groups * 320 if bits == 4 else groups * 512 + 64
+    block_bytes = library().low_bit_block_bytes(c_long(bits), c_long(columns))
     copy = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
-    matrix = Matrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
+    matrix = CMatrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
     places = [c_void_p(each.data_ptr()) for each in (shares, copy)]
     call("round_weights", ctypes.byref(matrix), c_long(bits), *places)
     return copy
@@ -213,7 +212,7 @@ def texts_of(tokens: Tensor, cache: KVCache, start: int) -> list[ctypes.Structur
     text_bytes = entries.itemsize * entries.stride(0)
     head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
     return [
-        Text(
+        CText(
             tokens.data_ptr() + tokens.itemsize * count * text,
             entries.data_ptr() + text_bytes * text,
             count,
@@ -251,8 +250,8 @@ def attend_by_step(
         v = v.contiguous()
     queries = q.transpose(1, 2).float().contiguous()
     out = torch.empty_like(queries)
-    layer = Layer(window=window or UNLIMITED)
-    model = Model(
+    layer = CLayer(window=window or UNLIMITED)
+    model = CModel(
         layers=ctypes.addressof(layer),
         kind=KINDS[k.dtype],
         heads=heads,
@@ -265,7 +264,7 @@ def attend_by_step(
     for text in range(batch):
         entries = (c_void_p * 2)(k[text].data_ptr(), v[text].data_ptr())
         head_bytes = k.stride(1) * k.itemsize
-        of = Text(None, ctypes.addressof(entries), count, k.shape[2] - count, head_bytes)
+        of = CText(None, ctypes.addressof(entries), count, k.shape[2] - count, head_bytes)
         places = [c_void_p(each[text].data_ptr()) for each in (queries, out)]
         call("attend", ctypes.byref(model), ctypes.byref(of), *places)
     return out.to(q.dtype).transpose(1, 2)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from model.cache import KVCache, static_capacity
 from model.decoder import Abilities, Decoder, Steps
 from model.device import compiled
-from model.errors import in_words
+from model.errors import typed_line
 from model.fast import PreparedDecoder, gpu_bits
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import LayerPlan
@@ -393,7 +393,7 @@ class StaticDecoder(PreparedDecoder):
 
     def _give_up(self, error: Exception) -> None:
         """Note why later steps are the readable blocks'."""
-        self.trouble = f"steps run without CUDA graphs: {in_words(error)}"
+        self.trouble = f"steps run without CUDA graphs: {typed_line(error)}"
         why = Steps.abilities.why_rows_vary
         self.abilities = self.abilities._replace(why_rows_vary=why)
 
@@ -412,7 +412,7 @@ class StaticDecoder(PreparedDecoder):
                     self._give_up(error)
                 else:
                     self.run = run_block
-                    print(f"[steps are captured uncompiled: {in_words(error)}]", file=sys.stderr)
+                    print(f"[steps are captured uncompiled: {typed_line(error)}]", file=sys.stderr)
         return steps.get(plan)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:

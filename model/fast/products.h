@@ -17,6 +17,9 @@
 enum { FOUR = 4, EIGHT = 8, BF16 = 16, F32 = 32 }; /* kinds of numbers, by bits */
 enum { LANES = 16 };   /* of a sum, and rows of low-bit weights that lie together */
 enum { GROUP = 32 };   /* columns that low-bit numbers share a scale in */
+enum { HALVES = 256 }; /* bytes of the lower or the upper halves of a group's codes, of 16 rows */
+enum { SCALES = 64 };  /* bytes of the scales of 16 rows, with zeros in four bits */
+enum { FOUR_GROUP = HALVES + SCALES, EIGHT_GROUP = 2 * HALVES }; /* bytes of a group of 16 rows */
 enum { BLOCK = 4 };    /* rows of other weights that are multiplied together */
 enum { AHEAD = 8192 }; /* bytes from what is read to what is prefetched, in low bits */
 
@@ -268,7 +271,8 @@ INLINE long input_bytes(long kind, long columns) {
 INLINE long row_bytes(long kind, long columns) {
     if (kind >= BF16)
         return columns * bytes_of(kind);
-    return kind == FOUR ? groups_of(columns) * 320 : groups_of(columns) * 512 + 64;
+    long groups = groups_of(columns);
+    return kind == FOUR ? groups * FOUR_GROUP : groups * EIGHT_GROUP + SCALES;
 }
 
 /* Round 32 inputs to int8. NaN and infinity, as integers the largest, make the scale not finite. */
@@ -425,7 +429,7 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
 /* Products of a block: [16, columns] in low bits, [inputs, columns] -> [inputs, 16]. */
 INLINE void code_tile(long kind, int inputs, Product p) {
     int parts = inputs == 1 ? PARTS : 1; /* at a time, which share the inputs in registers */
-    long groups = groups_of(p.columns), bytes = row_bytes(kind, GROUP) - (kind == EIGHT ? 64 : 0);
+    long groups = groups_of(p.columns), bytes = kind == FOUR ? FOUR_GROUP : EIGHT_GROUP;
 #pragma GCC unroll 4
     for (int part = 0; part < PARTS; part += parts) {
         Floats found[4][PARTS] = {0};
@@ -437,7 +441,7 @@ INLINE void code_tile(long kind, int inputs, Product p) {
             Ints sums[4][PARTS] = {0}, upper[4][PARTS] = {0};
             add_codes(inputs, parts, w, x, groups, sums);
             if (kind == EIGHT)
-                add_codes(inputs, parts, w + 256, x, groups, upper);
+                add_codes(inputs, parts, w + HALVES, x, groups, upper);
 #pragma GCC unroll 4
             for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 4
@@ -445,7 +449,7 @@ INLINE void code_tile(long kind, int inputs, Product p) {
                     Ints sum = add_halves(sums[n][q]) + 16 * add_halves(upper[n][q]);
                     Floats scale = broadcast(1.0f), zero = broadcast(-128.0f);
                     if (kind == FOUR) {
-                        Uints both = (Uints)AT(const IntsAt, w + 256 + 4 * WIDTH * q);
+                        Uints both = (Uints)AT(const IntsAt, w + HALVES + 4 * WIDTH * q);
                         scale = (Floats)(both << 16);
                         zero = (Floats)(both & 0xFFFF0000);
                     }

@@ -87,7 +87,7 @@ INLINE Ints bytes_of_codes(const Ints codes[4]) {
 static void round_to_four(void *argument, long block) {
     const Rounding *r = argument;
     char *out = r->copy + block * row_bytes(FOUR, r->matrix->columns);
-    for (long group = 0; group < groups_of(r->matrix->columns); group++, out += 320) {
+    for (long group = 0; group < groups_of(r->matrix->columns); group++, out += FOUR_GROUP) {
         float rows[LANES][GROUP];
         for (int lane = 0; lane < LANES; lane++)
             read_group(r->matrix, block * LANES + lane, group * GROUP, rows[lane]);
@@ -106,7 +106,7 @@ static void round_to_four(void *argument, long block) {
                 AT(IntsAt, out + 64 * v + 4 * WIDTH * part) =
                     bytes_of_codes(codes + 4 * v) | bytes_of_codes(codes + 16 + 4 * v) << 4;
             Uints both = (Uints)scale >> 16 | (Uints)zero;
-            AT(IntsAt, out + 256 + 4 * WIDTH * part) = (Ints)both;
+            AT(IntsAt, out + HALVES + 4 * WIDTH * part) = (Ints)both;
         }
     }
 }
@@ -132,18 +132,21 @@ static void round_to_eight(void *argument, long block) {
                 float ratio = scale > 0.0f ? weights[i] / scale : 0.0f;
                 codes[i] = bits_of(ratio + ROUNDER) + 128;
             }
-            char *lower = out + group * 512 + 4 * lane, *upper = lower + 256;
+            char *lower = out + group * EIGHT_GROUP + 4 * lane, *upper = lower + HALVES;
             for (int i = 0; i < GROUP / 2; i++) {
                 long place = i / 4 * 64 + i % 4;
                 lower[place] = (char)((codes[i] & 15) | codes[i + 16] << 4);
                 upper[place] = (char)((codes[i] >> 4 & 15) | (codes[i + 16] & 240));
             }
         }
-        AT(float, out + groups * 512 + 4 * lane) = scale;
+        AT(float, out + groups * EIGHT_GROUP + 4 * lane) = scale;
     }
 }
 
-/* Write the copy of a matrix in few bits: uint8 [rows / 16, row_bytes]. */
+/* Bytes of 16 rows in few bits. */
+int low_bit_block_bytes(long bits, long columns) { return (int)row_bytes(bits, columns); }
+
+/* Write the copy of a matrix in few bits: uint8 [rows / 16, low_bit_block_bytes]. */
 void round_weights(const Matrix *matrix, long bits, const float *shares, char *copy) {
     Rounding r = {matrix, shares, copy};
     long blocks = (matrix->rows + LANES - 1) / LANES;

@@ -69,7 +69,7 @@ def test_plain_decoding_is_not_compared_with_itself(draft: list[str], run: Run, 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch, model: str) -> Session:
     """A session whose drafts are empty, and so take as long as plain decoding."""
-    monkeypatch.setattr(PromptLookup, "propose", lambda self, *_: self.empty)
+    monkeypatch.setattr(PromptLookup, "find", lambda *_: (0, []))
     return load(model, draft="lookup")
 
 

@@ -8,7 +8,7 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from app.characters import Labels
-from app.server import worker
+from app.server import answers
 from tests.browser import find, look
 from tests.calls import recorded
 from tests.serving import CONTEXT, Served, chat_folder, serving, until
@@ -63,7 +63,7 @@ def test_stop_ends_the_text_here_and_there(
     opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # each round takes a while: else a fast machine has written the whole text before the click
-    recorded(monkeypatch, worker, "shown_round", lambda *_: time.sleep(0.02))
+    recorded(monkeypatch, answers, "shown_round", lambda *_: time.sleep(0.02))
     ask(opened, budget=str(CONTEXT), draft="lookup", seed="3")
     until(lambda: opened.find_elements("css selector", ".chip.own[data-id]"))
     find(opened, "#stop").click()

@@ -416,7 +416,7 @@ def test_what_a_request_does_not_say_is_as_on_the_command_line(
     own = tmp_path / "own.py"
     own.write_text(
         "from decoding.drafters import NoDraft\n\n\ndef Mine(target, cache):\n    return"
-        " NoDraft(target.vocab_size)\n"
+        " NoDraft()\n"
     )
     sampling = ["--temperature", "0.8", "--seed", "5", "--max-new-tokens", "9", "--stop", "zz"]
     options = ["--draft", f"{own}:Mine", *sampling, "--system", "hm", "--context", "64"]
@@ -435,7 +435,7 @@ def test_what_a_request_does_not_say_is_as_on_the_command_line(
 def test_requests_wait_in_order_and_a_full_queue_answers_429(
     served: Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that leaves the queue frees its place."""
+    """A client that leaves frees its place; one that was still waiting has no text written."""
     gate = threading.Event()
     order = recorded(
         monkeypatch,
@@ -445,6 +445,9 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     )
     leaving = served.begin(TEXT, {"prompt": "a"})
     until(lambda: len(served.worker.jobs) == 1)
+    with served.begin(TEXT, {"prompt": "x" * 99}):
+        until(lambda: len(served.worker.jobs) == 2)
+    until(lambda: served.worker.jobs[1].is_abandoned)
     with ThreadPoolExecutor(QUEUE + 4) as pool:
         asking = []
         for length in range(2, QUEUE + 6):
@@ -456,7 +459,7 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
                 leaving.close()
                 until(lambda: served.worker.jobs[0].is_abandoned)
             asking.append(pool.submit(served.text, prompt="x" * length))
-            until(lambda: len(served.worker.jobs) == 1 + len(asking))
+            until(lambda: len(served.worker.jobs) == 2 + len(asking))
         gate.set()
         assert all(each.result() for each in asking)
     assert order == sorted(order) and len(order) == 1 + len(asking)

@@ -1,14 +1,18 @@
-"""Costs of a shape: the named configs, and the speed-ups that follow from costs."""
+"""Costs and rounds of a shape: the named configs, and the speed-ups that follow from costs."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from app.files import read_json
 from benchmark import __main__ as command
-from benchmark import shapes, timing
+from benchmark import rounds, shapes, timing
+from model.plan import LayerPlan
 from tests.folders import LLAMA
+from tests.laws import tiny_model
 from weights.memory import parameter_count
 
 PUBLISHED = {  # parameters of the models
@@ -58,3 +62,24 @@ def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
     assert drafts == [pytest.approx((0.25, 1.6 / 1.5, 2.44 / 2))] * 3
     named = [row["step"].removeprefix("draft step, ") for row in rows[5:]]
     assert named == ["exit", "low bits", "exit in low bits", "prompt", "prompt"]
+
+
+def test_rounds_have_the_given_acceptance_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves a second with each step of the target, drafts of four tokens that are
+    accepted whole write five tokens a second, and drafts that are rejected one.
+    """
+    clock = [0.0]
+    model = tiny_model("llama")
+
+    def step(module: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        clock[0] += not any(isinstance(each, LayerPlan) for each in given)
+
+    model.register_forward_pre_hook(step)
+    monkeypatch.setattr(timing, "now", lambda device: clock[0])
+    monkeypatch.setattr(rounds, "shape_model", lambda *given: model)
+    monkeypatch.setattr(rounds, "bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(rounds, "ACCEPTANCES", (0.0, 1.0))
+    monkeypatch.setattr(rounds, "TOKENS", 25)
+    plain, *drafts = rounds.measure_rounds("", model.dtype, model.device)
+    assert plain["tokens/s"] == 1
+    assert [(row["decoder"], row["speed-up"]) for row in drafts] == [("exit", 1), ("exit", 5)]

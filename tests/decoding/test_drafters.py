@@ -159,6 +159,6 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
     text = text_of(tokens, vocab=65537)
     rest = SamplingParams(), FixedLength(5), SeededRandomness(0)
     with patch.object(PromptLookup, "LONGEST", longest):
-        draft = PromptLookup(65537).propose(text, limit, *rest)
+        draft = PromptLookup().propose(text, limit, *rest)
     assert draft.tokens.tolist() == expected and draft.probs.shape == (len(expected), 65537)
     assert draft.probs.sum().item() == len(expected)

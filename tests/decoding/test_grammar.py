@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.drafters import Drafter, NoDraft
+from decoding.drafters import Drafter
 from decoding.grammar import ForcedTokens, Grammar, Vocabulary
 from decoding.policies import FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
@@ -95,8 +95,7 @@ def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], Drafter]:
     """Forced tokens of the grammar, and elsewhere the drafts of the inner drafter."""
 
     def make(model: Any, cache: KVCache) -> Drafter:
-        known = NoDraft(model.vocab_size)
-        return ForcedTokens(grammar(name)(1), TABLE_DRAFTERS[inner](model, cache), known)
+        return ForcedTokens(grammar(name)(1), TABLE_DRAFTERS[inner](model, cache))
 
     return make
 

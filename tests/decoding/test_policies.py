@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.auto import LONGEST, Auto, Costs, Estimates, Offer, measured_costs, tenth
-from decoding.drafters import Draft, PromptLookup, empty_draft
+from decoding.drafters import Draft, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, one_hot
@@ -57,7 +57,7 @@ def test_the_gate_closes_after_an_unsure_token_and_else_is_its_inner_policy() ->
 
 def auto(step: float, row: float = 0.05, **more: Any) -> Auto:
     """The choice between a model and a lookup, at these costs in plain steps."""
-    drafters = {"model": Always(), "lookup": PromptLookup(VOCAB)}
+    drafters = {"model": Always(), "lookup": PromptLookup()}
     return Auto(drafters, lambda length: Costs({"model": step}, row), **more)
 
 
@@ -67,7 +67,6 @@ VOCAB = 11
 class Always:
     """A model that drafts zeros up to the limit, each of the confidence ``confidence``."""
 
-    empty = empty_draft(VOCAB, "cpu")
     confidence = 0.75
 
     def propose(self, text: Text, limit: int, params: object, policy: Any, *_: object) -> Draft:

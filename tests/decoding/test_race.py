@@ -13,25 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import decoding.randomness
+import decoding.race
 from decoding import verify
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
 from decoding.proof.judge import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
-from decoding.randomness import (
-    FEW,
-    GOLDEN,
-    KeyedRandomness,
-    Place,
-    Randomness,
-    all_exponentials,
-    hashed,
-    mix,
-    race,
-    signed,
-)
+from decoding.race import FEW, GOLDEN, all_exponentials, hashed, mix, race, signed
+from decoding.randomness import KeyedRandomness, Place, Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
@@ -102,7 +92,7 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
 def complements_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
     """1 - u of every id at a place, ``[vocab]``, in units of 2⁻⁵³."""
     key = signed(mix(randomness.key, *place))
-    return decoding.randomness.complements(hashed(torch.arange(vocab) * signed(GOLDEN) + key))
+    return decoding.race.complements(hashed(torch.arange(vocab) * signed(GOLDEN) + key))
 
 
 def numbers_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
@@ -159,8 +149,8 @@ def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn.item() in range(4)
     drafted = zeros[1:], drawn[None]
     assert verify.verify_by_race(zeros, *drafted, KeyedRandomness(0), Place(1))[0] == 0
-    monkeypatch.setattr("decoding.randomness.hashed", lambda counters: counters * 0 - 1)
-    kept = "decoding.randomness.all_exponentials"
+    monkeypatch.setattr("decoding.race.hashed", lambda counters: counters * 0 - 1)
+    kept = "decoding.race.all_exponentials"
     monkeypatch.setattr(kept, all_exponentials.__wrapped__)
     for possible in ([0.0, 0.5, 0.5], [0.0, *torch.full((FEW + 9,), 1 / FEW / 2), 0.0, 0.5]):
         assert KeyedRandomness(0).draw(torch.tensor(possible), Place(0)).item() == 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoding import rows
-from decoding.randomness import race_at
+from decoding.race import race_at
 from decoding.rows import ADDED, COMPARED, by_compiled_code, first_least, running_sums
 from decoding.sampling import SamplingParams, distribution, probabilities
 

@@ -141,7 +141,7 @@ def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> Non
     rounds = write(
         model,
         prefilled(model, PROMPT),
-        NoDraft(VOCAB),
+        NoDraft(),
         ConfidenceGate(FixedLength(0), 0.5),
         params=params,
     )

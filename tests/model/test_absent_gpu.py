@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from decoding.randomness import inverse_cdf, race_at
+from decoding.race import race_at
+from decoding.randomness import inverse_cdf
 from decoding.rows import by_compiled_code
 from decoding.sampling import probabilities
 from model.cache import static_capacity

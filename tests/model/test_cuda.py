@@ -61,8 +61,8 @@ def each(*cases: Any) -> list[Any]:
 
 
 DRAFTERS: dict[str, Callable[[Decoder, Any], Drafter]] = {
-    "none": lambda model, cache: NoDraft(VOCAB, model.device),
-    "lookup": lambda model, cache: PromptLookup(VOCAB, model.device),
+    "none": lambda model, cache: NoDraft(),
+    "lookup": lambda model, cache: PromptLookup(),
     **{name: partial(ModelDrafter, plan=plan) for name, plan in PLANS.items() if name != "full"},
 }
 

@@ -382,7 +382,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.skip("there is no C compiler named cc")
     source = tmp_path_factory.mktemp("numbers") / "numbers.c"
     source.write_text(NUMBERS % compiled.STEP)
-    made = compiled_program(source, source.parent, *compiled.target(), "-shared")
+    made = compiled_program(source, source.parent, *compiled.machine_flags(), "-shared")
     library = compiled.ctypes.CDLL(str(made))
 
     def apply(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
@@ -445,6 +445,9 @@ def test_the_step_is_compiled_once_for_its_source_and_processor(
     monkeypatch.delenv("SPECDEC_MARCH")
     kept = kept.rename(tmp_path / "step")  # another name: a process loads each name once
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    (
+        kept / first.name
+    ).unlink()  # this process has loaded the file: cutting it would be a bus error
     (kept / first.name).write_bytes(b"half")
     assert len(files_after_a_run()) == 2 and "compiling" in capsys.readouterr().err
     assert (kept / first.name).stat().st_size > 10_000

@@ -83,7 +83,7 @@ from decoding.drafters import PromptLookup
 
 class Mine(PromptLookup):
     def __init__(self, target, cache):
-        super().__init__(target.vocab_size)
+        super().__init__()
 
     def propose(self, text, *rest):
         return super().propose(text, *rest)

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from app.command_line import say
 from app.device import keep_freed_memory
-from app.files import explaining, read_json_lines, write_text
+from app.files import read_json_lines, write_text
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, run_script, within
+from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.session import Session
-from model.errors import InputError
+from model.errors import InputError, explaining
 from training.corpus.stories import kept_story, story_request
 from weights.load import DTYPES
 
@@ -149,15 +149,13 @@ def run(options: argparse.Namespace) -> None:
         fruitless = 0 if len(stories) > before else fruitless + rows
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_script(
-        run,
-        OPTIONS,
-        "python -m training.corpus",
-        __doc__,
-        arguments,
-        "interrupted: run the same command again to continue",
-    )
+main = script(
+    run,
+    OPTIONS,
+    "python -m training.corpus",
+    __doc__,
+    "interrupted: run the same command again to continue",
+)
 
 
 if __name__ == "__main__":
