@@ -168,11 +168,16 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
 ) -> None:
     """Once per session; its texts then share their estimates."""
     measured = recorded(
-        monkeypatch, __import__("decoding.auto").auto, "measured_costs", lambda *_: 1
+        monkeypatch,
+        __import__("decoding.auto").auto,
+        "measured_costs",
+        lambda _, cache, *__: cache.length,
     )
     session = load("tiny-llama", draft="auto", max_new_tokens=4, seed=0, **options)
     texts = [session.write(PROMPT) for _ in range(2)]
-    assert len(measured) == granted == (session.estimates is not None)
+    behind_the_prompt = len(session.encode(PROMPT)) - 1
+    assert measured == [behind_the_prompt] * granted
+    assert granted == (session.estimates is not None)
     assert texts[0].tokens == texts[1].tokens
 
 
