@@ -299,7 +299,7 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
 
 
 def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
-    """Return in each round the best of lookup, low bits and the plan, if any: see ``Auto``.
+    """Return the strategy that takes the best of lookup, low bits and the plan: see ``Auto``.
 
     Its estimates serve all texts that no draft length can change; elsewhere a seed repeats its text
     only if each begins anew, and costs are counted in bytes.
@@ -315,7 +315,9 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strateg
     found |= short
     for name, chosen in found.items():
         is_fast = model.abilities.low_bits or not chosen.plan.has_low_bits
-        if is_fast and has_memory_for(model, [chosen.plan, *plans.values()]):
+        # a plan has the same copies with a window and without
+        copied = {replace(plan, window=None) for plan in (chosen.plan, *plans.values())}
+        if is_fast and has_memory_for(model, copied):
             plans[name], drafters[name] = self_draft(session, chosen, slot, target)
             priors |= {name: chosen.alpha} if chosen.alpha else {}
     drafters["lookup"] = lookup(session, sample, slot, target).drafter

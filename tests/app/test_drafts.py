@@ -140,6 +140,17 @@ def test_a_length_under_auto_is_a_cap(session: Session) -> None:
     assert max(len(round.drafted) for round in sample.rounds) <= 2
 
 
+def test_a_window_needs_no_copies_of_its_own(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.drafts.LONG", 8)
+    low_bits = plan_for(Options(draft="lowbit"), session.folder, session.model.num_layers).plan
+    enough = memory.low_bit_bytes(session.config, low_bits) + 1
+    monkeypatch.setattr(memory, "free_bytes", lambda device: enough)
+    drafters = found(session, draft="auto").drafter.drafters
+    assert [*drafters] == ["low bits", "low bits, newest", "lookup"]
+
+
 def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(tmp_path: Path) -> None:
     """They are made only if they fit."""
     (tmp_path / "plan.json").write_text('{"bits": 8}')
