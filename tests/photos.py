@@ -26,8 +26,8 @@ def live(browser: WebDriver) -> None:
     """The page of ``make serve``, with a drafted text beside a plain one."""
     with serving() as served:
         browser.get(served.address + "/")
-        find(browser, "#wish").send_keys("What is photosynthesis?")
-        browser.execute_script("at('draft').value = 'lowbit'; at('beside').checked = true")
+        find(browser, "#prompt").send_keys("What is photosynthesis?")
+        browser.execute_script("at('draft').value = 'lowbit'; at('compare').checked = true")
         find(browser, "#write").click()
         WebDriverWait(browser, 120).until(lambda _: find(browser, "#write").is_enabled())
         find(browser, "body").screenshot(str(DOCS / "live.png"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from app.session import Session
 from tests.folders import LLAMA, write_folder
 
 if TYPE_CHECKING:
-    from app.server.network import Server
     from app.server.worker import Worker
 
 CHAT = (
@@ -39,45 +37,33 @@ def chat_folder(folder: Path) -> Path:
 
 @dataclass
 class Served:
-    """A running server."""
+    """A running server: its worker, and its address without a slash at the end."""
 
-    server: Server
+    worker: Worker
+    address: str
 
-    @property
-    def worker(self) -> Worker:
-        return self.server.worker
-
-    @property
-    def address(self) -> str:
-        return self.server.address.removesuffix("/")
-
-    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Status and JSON of a request, or its text where that is no JSON; without a body, a GET.
+    def begin(self, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
+        """A connection on which a request was sent and nothing read yet; without a body, a GET.
 
         ``body`` is sent as it is where it is bytes, else as JSON.
         """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        method = "GET" if body is None else "POST"
-        with closing(http.client.HTTPConnection(self.address[7:], timeout=60)) as connection:
-            connection.request(method, path, data, headers)
+        connection = http.client.HTTPConnection(self.address[7:], timeout=60)
+        connection.request("GET" if body is None else "POST", path, data, headers)
+        return connection
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of a request, or its text where that is no JSON."""
+        with closing(self.begin(path, body, **headers)) as connection:
             response = connection.getresponse()
             text = response.read().decode()
-            return response.status, json.loads(text) if text[:1] == "{" else text
+        return response.status, json.loads(text) if text[:1] == "{" else text
 
     def text(self, **body: Any) -> str:
         """The text of a completion that is served."""
         status, answer = self.ask("/v1/completions", body)
         assert status == 200, answer
         return answer["choices"][0]["text"]
-
-    def begin(self, path: str, body: Any) -> socket.socket:
-        """A connection on which a request was sent and nothing read yet."""
-        host, _, port = self.address[7:].partition(":")
-        connection = socket.create_connection((host, int(port)), timeout=60)
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection.sendall(head.encode() + data)
-        return connection
 
 
 @contextmanager
@@ -90,7 +76,7 @@ def serving(*arguments: str) -> Iterator[Served]:
     thread.start()
     until(lambda: server.started)
     try:
-        yield Served(server)
+        yield Served(server.worker, server.address.removesuffix("/"))
     finally:
         server.should_exit = True
         thread.join()

@@ -48,16 +48,16 @@ LOG = {  # a line on standard error for each request
 
 
 def refusal(request: Request | None, error: Exception) -> JSONResponse:
-    """Return the response to an error, as in OpenAI's API, where ``param`` is the field at fault.
+    """Return the response to an error, as in OpenAI's API: ``param`` is the field at fault.
 
-    A failure such as exhausted memory is printed; the client is told no details.
+    A failure of the server, or of a user's code, is printed; the client is told no details.
     """
     status = getattr(error, "status_code", 400)
     message = str(getattr(error, "detail", error))
     param = None
     if isinstance(error, InputError | ValidationError) and not error.__cause__:
         message, param = complaint(error)
-    elif not isinstance(error, HTTPException):  # also of a user's code
+    elif not isinstance(error, HTTPException):
         say(f"a request could not be answered: {typed_line(error)}")
         status = 500
         message = "the request could not be answered"
@@ -67,14 +67,17 @@ def refusal(request: Request | None, error: Exception) -> JSONResponse:
 
 
 async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Response:
-    """Return the response to a request for a text, once there is a message of it."""
+    """Return the response to a request for a text, once it has a message.
+
+    An error before that has a status of its own, also where a stream was asked for.
+    """
     if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
         raise HTTPException(400, f"send a Content-Length, of at most {MAX_BODY} bytes")
     body = kind.model_validate_json(await request.body())
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
     sample = await asyncio.to_thread(begin, worker.session, body)
-    job = Job(Answer(body, sample, worker.session.name, worker.session.labels))
+    job = Job(Answer(body, sample, worker.session))
     worker.enqueue(job)
     while job.messages.empty():
         job.is_abandoned = await request.is_disconnected()
@@ -84,14 +87,14 @@ async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Res
         raise message
     if not body.stream:
         return JSONResponse(message)
-    # In the grace period a stopping server ends its streams with an error.
+    # A stopping server has this many seconds to end its streams with an error.
     return EventSourceResponse(
         events(job, message), sep="\n", send_timeout=30, shutdown_grace_period=30
     )
 
 
 async def events(job: Job, message: Any) -> AsyncIterator[str]:
-    """Yield the data of a stream's events: the first ``message`` of a job, then all others."""
+    """Yield the data of a stream's events: this ``message`` of a job, then those that follow."""
     try:
         while message is not None:
             is_error = isinstance(message, Exception)
@@ -110,7 +113,7 @@ def model_named(session: Session, name: str) -> dict[str, Any]:
 
 
 def live_page(session: Session, request: Request) -> Response:
-    """Return the page. The model's facts are data in it, in which no character ends the script."""
+    """Return the live page, with the facts of its model as a JSON value in its script."""
     options = session.options
     facts = {
         "model": session.name,
@@ -121,15 +124,17 @@ def live_page(session: Session, request: Request) -> Response:
         "max_tokens": min(options.max_new_tokens, SHORT_TEXT),
     }
     page = PAGE.read_text(encoding="utf-8").replace("{{nonce}}", secrets.token_hex(16))
-    return HTMLResponse(page.replace("{{facts}}", json.dumps(facts).replace("<", "\\u003c")))
+    data = json.dumps(facts).replace("<", "\\u003c")  # so that no name ends the script
+    return HTMLResponse(page.replace("{{facts}}", data))
 
 
 def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
-    """Return the app, for requests to these names of the server, from its page or from no page.
+    """Return the app behind a guard that refuses the requests of other sites' pages.
 
-    A page of another site may send requests here through the user's browser. The browser then names
-    that site as their origin; and if that page's name resolves to this machine (DNS rebinding), the
-    Host is that name. An address in numbers cannot be resolved to another.
+    Such a page can send requests here through the browser of a user. The browser names its site as
+    their Origin, so that must be this server. A site whose name resolves to this machine (DNS
+    rebinding) passes as this server, but the Host is then its name. So the Host must be one of
+    ``names``, or an address in numbers, which no other site can have.
     """
     known = "|".join(map(re.escape, ["localhost", *names]))
     ours = re.compile(rf"({known}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
@@ -143,8 +148,8 @@ def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
         headers = Request(scope).headers
         host = headers.get("host", "")
         is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
-        shown = app if ours.fullmatch(host) and is_own_page else refusal(None, refused)
-        await shown(scope, receive, send)
+        is_allowed = ours.fullmatch(host) and is_own_page
+        await (app if is_allowed else refusal(None, refused))(scope, receive, send)
 
     return guard
 
@@ -208,11 +213,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def serve_until_stopped(self) -> None:
-        """Print the address and serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when
+        """Print the address and serve until stopped. After Ctrl-C raises KeyboardInterrupt, when
         everything is closed.
 
-        On a machine of two cores OpenMP keeps its threads awake between products for the main
-        thread only: in another a step takes 1.6 times as long, so the network has the other one.
+        Texts are written in the calling thread, which should be the main one. For that alone OpenMP
+        keeps its threads awake between products: in another a step takes 1.6 times as long on two
+        cores.
         """
         print(self.address, flush=True)
         say("Ctrl-C ends it")

@@ -1,11 +1,13 @@
 """Requests: the part of OpenAI's API that is served, as models of JSON that become options.
 
-Knows nothing of sockets and of how a text is written.
+An option of the command line has one row here: its name in ``OPTIONS``, or a field of a body where
+a request spells it otherwise or may give less. Knows nothing of sockets and of how a text is
+written.
 """
 
 import re
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from app.options import KINDS
+from app.options import KINDS, OF_THE_COMMAND, OF_THE_MODEL, Options
 from app.session import Sample, Session
 from model.errors import InputError, one_line
 
@@ -40,19 +42,13 @@ NEUTRAL = {
     "modalities": [["text"]],
     "tool_choice": ["none", "auto"],
 }
-# Options of the command line that a request may give, checked by ``Options``: no files and folders.
+# Options that a request may give as they are, which ``Options`` checks. No file, folder or class.
 OPTIONS = (
     *("temperature", "top_p", "min_p", "seed", "coupling"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("exit_layer", "adaptive", "min_target_confidence"),
 )
-# Fields of requests for options of other names
-SPELLINGS = {
-    "max_new_tokens": "max_tokens",
-    "json_schema": "response_format",
-    "regex": "structured_outputs.regex",
-    "grammar": "structured_outputs.grammar",
-}
+OF_A_CALL = {each.name for each in fields(Options)} - {*OF_THE_MODEL, *OF_THE_COMMAND}
 # Lengths are in characters. Stop strings are searched for after each token. Thousands of Lark rules
 # that each name the next overflow the stack of llguidance, which ends the process.
 Strings = Annotated[
@@ -61,11 +57,12 @@ Strings = Annotated[
     Field(max_length=256),
 ]
 Regex = Annotated[str, StringConstraints(max_length=1 << 16)]
+Likeliest = Annotated[int, Field(ge=0, le=20)] | None
 
 
 class Body(BaseModel):
-    """JSON object whose unknown fields are refused, unless they have no effect: clients send back
-    the answers that they received with ``"refusal": null``.
+    """JSON object whose unknown fields are refused, unless they ask for nothing: clients send back
+    the answers that they received, with ``"refusal": null``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -73,7 +70,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_neutral_fields(cls, body: Any) -> Any:
-        """Return the body without fields that have no effect."""
+        """Return the body without the fields that ask for nothing."""
         if not isinstance(body, dict):
             return body
         return {
@@ -116,7 +113,7 @@ class Message(Body):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's ``structured_outputs``. ``choice``: strings of which the text is one."""
+    """vLLM's ``structured_outputs``. The text is one of the strings of ``choice``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     json_schema: Json[dict[str, Any]] | dict[str, Any] | None = Field(None, alias="json")
@@ -124,8 +121,8 @@ class StructuredOutputs(BaseModel):
     choice: Annotated[list[Regex], Field(min_length=1, max_length=256)] | None = None
     grammar: Annotated[str, StringConstraints(max_length=1 << 13, pattern="start:")] | None = None
 
-    def options(self) -> dict[str, Any]:
-        """Return the command line's option of the kind that is given. Raises InputError."""
+    def option(self) -> dict[str, Any]:
+        """Return the option that is given, with its name. Raises InputError unless it is one."""
         given = self.model_dump(exclude_none=True)
         if len(given) != 1:
             raise InputError("structured_outputs: give one of json, regex, choice and grammar")
@@ -133,7 +130,7 @@ class StructuredOutputs(BaseModel):
 
 
 def structured(response_format: Any) -> Any:
-    """Return OpenAI's ``response_format`` as vLLM's ``structured_outputs``."""
+    """Return OpenAI's ``response_format`` as vLLM's ``structured_outputs``. Raises ValueError."""
     match response_format:
         case None | {"type": "text"}:
             return None
@@ -149,19 +146,17 @@ def only_prompt(prompt: Any) -> str | list[int]:
     match prompt:
         case [str() | list() as only]:
             return only_prompt(only)
-        case str() if prompt:
-            return prompt
-        case [int(), *_] if all(type(each) is int and each >= 0 for each in prompt):
+        case str() | [int(), *_] if prompt:
             return prompt
     raise ValueError("give one text that is not empty, or one list of token ids")
 
 
-Top = Annotated[int, Field(ge=0, le=20)]
+class TextBody(create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))):
+    """Fields of every request for a text.
 
-
-class OptionsBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))):
-    """Fields for options of the command line. A ``draft`` is one of ``KINDS``, never a file of
-    code.
+    A ``draft`` is never a file of code. With ``trace`` a stream tells the verdicts of each round.
+    Every subclass has ``likeliest``: in the place of each token, log probabilities of this many
+    tokens are told beside its own. None: no log probabilities are told.
     """
 
     max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
@@ -172,85 +167,71 @@ class OptionsBody(create_model("Options", __base__=Body, **dict.fromkeys(OPTIONS
     ban: Strings = None
     draft: Literal[tuple(KINDS)] | None = None
     gamma: Annotated[int, Field(ge=0, le=32)] | None = None
-
-
-class TextBody(OptionsBody):
-    """Fields of every request. ``trace``: a stream tells the verdicts of each round."""
-
-    model: str | None = None
     response_format: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = None
     structured_outputs: StructuredOutputs | None = None
+    model: str | None = None
     stream: bool | None = None
     stream_options: dict[Literal["include_usage"], bool] | None = None
     trace: bool = False
 
     def options(self) -> dict[str, Any]:
         """Return the options that the request gives. Raises InputError."""
-        names = {*OptionsBody.model_fields, "chat_template_kwargs"}
-        given = self.model_dump(include=names, exclude_none=True)
-        for form in filter(None, (self.response_format, self.structured_outputs)):
-            given |= form.options()
-        return given
+        given = self.model_dump(include=OF_A_CALL, exclude_none=True)
+        if self.response_format and self.structured_outputs:
+            raise InputError("give response_format or structured_outputs, not both")
+        form = self.response_format or self.structured_outputs
+        return given | form.option() if form else given
 
 
 class CompletionBody(TextBody):
     """JSON of ``/v1/completions``: the prompt is plain text, or its token ids."""
 
+    is_chat: ClassVar[bool] = False
     prompt: Annotated[Any, AfterValidator(only_prompt)]
-    logprobs: Top | None = None
-
-    @property
-    def top(self) -> int | None:
-        """The number of likeliest tokens of which log probabilities are told; None: of none."""
-        return self.logprobs
+    likeliest: Likeliest = Field(None, validation_alias="logprobs")
 
 
 class ChatBody(TextBody):
     """JSON of ``/v1/chat/completions``. ``chat_template_kwargs`` are variables of the template."""
 
+    is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool = False
-    top_logprobs: Top | None = None
+    top_logprobs: Likeliest = None
 
     @property
-    def top(self) -> int | None:
-        """The number of likeliest tokens of which log probabilities are told; None: of none."""
+    def prompt(self) -> list[dict[str, str]]:
+        """The conversation, as a session reads it."""
+        return [{"role": each.role, "content": each.content} for each in self.messages]
+
+    @property
+    def likeliest(self) -> int | None:
+        """See ``TextBody``. OpenAI's API has it in two fields."""
         return self.top_logprobs or 0 if self.logprobs or self.top_logprobs else None
 
 
 def begin(session: Session, body: CompletionBody | ChatBody) -> Sample:
     """Return the text of a request, with its prompt only. Raises InputError."""
     options = session.options.merged(body.options())
-    if isinstance(body, ChatBody):
-        prompt = [{"role": each.role, "content": each.content} for each in body.messages]
-        ids = session.encode(prompt, options)
-    else:
-        ids = session.encode(body.prompt, replace(options, chat=False, system=None))
-    sample = session.begin(ids, options)
-    sample.continues = isinstance(body, ChatBody)
+    if not body.is_chat:
+        options = replace(options, chat=False, system=None, chat_template_kwargs=None)
+    sample = session.begin(session.encode(body.prompt, options), options)
+    sample.continues = body.is_chat
     return sample
 
 
 def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
-    """Return what a client is told of an error in its request, and the field at fault, if known."""
+    """Return what a client is told of an error in its request, and the field at fault, if known.
+
+    Errors of the command line name ``--exit-layer``: a request spells that ``exit_layer``.
+    """
     if isinstance(error, InputError):
-        return as_fields(str(error), error.field), SPELLINGS.get(error.field, error.field)
+        option = error.field or ""
+        told = str(error).replace(option.replace("_", "-"), option)
+        return re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), told), error.field
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     is_unknown = first["type"] == "extra_forbidden"
     told = "it is not supported: leave it out" if is_unknown else first["msg"]
     return f"{one_line(field)[:80] if field else 'the body'}: {told}", field
-
-
-def as_fields(told: str, option: str | None) -> str:
-    """Return an error with the names of fields in place of those of options: ``--exit-layer`` and,
-    of the ``option`` at fault, "exit-layer" alone become ``exit_layer``.
-    """
-
-    def field(found: re.Match[str]) -> str:
-        name = found[1].replace("-", "_")
-        return SPELLINGS.get(name, name)
-
-    alone = (option or "--").replace("_", "-")
-    return re.sub(rf"\b({alone})\b", field, re.sub("--([a-z-]+)", field, told))

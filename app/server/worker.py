@@ -36,6 +36,7 @@ class Job:
     messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     network: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     writing: greenlet | None = None
+    began: float = field(default_factory=time.monotonic)  # to wait, then to be written
     is_abandoned: bool = False  # by its client, who has disconnected
 
     def send(self, message: Any) -> None:
@@ -57,47 +58,54 @@ class Worker:
         self.slots = session.slots_for(TEXTS, session.context)
         self.free = [session.new_slot(session.context) for _ in range(self.slots)]
         self.places = self.slots + session.options.queue
-        self.pace = 1.0  # seconds that a text took of late
+        self.pace = 1.0  # seconds that the last text took
+        self.last_return = 0.0  # when the client that was refused last is to come back
         self.together = Together(session.model)
         self.jobs: list[Job] = []  # that wait or are written, in order of arrival
 
     def enqueue(self, job: Job) -> None:
-        """Queue a job, in the network's thread. Raises HTTPException where the queue is full."""
-        ahead = sum(not each.is_abandoned for each in [*self.jobs])
-        if ahead >= self.places:
-            seconds = min(LONGEST_RETRY, ceil(ahead / self.slots * self.pace))
-            raise HTTPException(429, "the queue is full: try again", {"Retry-After": str(seconds)})
-        self.jobs.append(job)
+        """Queue a job, in the network's thread. Raises HTTPException where the queue is full.
+
+        The client is told to come back when the texts ahead are likely to be written. Each later
+        one is told a later time, so that clients who are refused together do not return together.
+        """
+        jobs = [each for each in [*self.jobs] if not each.is_abandoned]
+        if len(jobs) < self.places:
+            self.jobs.append(job)
+            return
+        now = time.monotonic()
+        pace = max(self.pace, now - jobs[0].began)
+        # Times are whole seconds: in each, as many clients come back as the queue has places.
+        turn = max(pace / self.slots, 1 / self.places)
+        wait = min(LONGEST_RETRY, max(len(jobs) * turn, self.last_return - now) + turn)
+        self.last_return = now + wait
+        raise HTTPException(429, "the queue is full: try again", {"Retry-After": str(ceil(wait))})
 
     def work(self, stopped: Callable[[], bool]) -> None:
         """Write the texts of all jobs until ``stopped``, which ends them with an error."""
         while not stopped():
             for job in [*self.jobs]:
-                if job.is_abandoned and job.writing:
-                    self.together.stop(job.writing)
-                elif job.is_abandoned:
-                    self._end(job)
+                if job.is_abandoned:
+                    self._stop(job)
                 elif self.free and not job.writing:
                     job.writing = self.together.start(partial(self.write, job))
             if not self.together.step():
                 time.sleep(LOOK)
         for job in [*self.jobs]:
             job.send(HTTPException(503, "the server is stopping"))
-            job.send(None)
-        for loop in [*self.together.loops]:
-            self.together.stop(loop)
+            self._stop(job)
 
     def write(self, job: Job) -> None:
         """Write the text of a job, in a greenlet. An error ends it alone."""
         answer = job.answer
         prompt = answer.sample.source.tokens
-        # A conversation goes on where its cache is; what begins alike does not cost another's:
-        # entries that are kept, less those that are lost.
+        # The cache that keeps the most entries less those that it loses: a conversation goes on
+        # where its own is, and one that merely begins alike leaves it alone.
         slot = max(
             self.free, key=lambda slot: 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)
         )
         self.free.remove(slot)
-        began = time.monotonic()
+        job.began = time.monotonic()
         try:
             see = answer.logprobs and answer.logprobs.see
             rounds = self.session.rounds(answer.sample, slot, self.together, see)
@@ -107,7 +115,14 @@ class Worker:
             job.send(error)
         finally:
             self.free.append(slot)
-            self.pace = time.monotonic() - began
+            self.pace = time.monotonic() - job.began
+            self._end(job)
+
+    def _stop(self, job: Job) -> None:
+        """End a job where it is."""
+        if job.writing:
+            self.together.stop(job.writing)
+        else:
             self._end(job)
 
     def _end(self, job: Job) -> None:

@@ -8,7 +8,6 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from app.characters import Labels
-from app.server import answers
 from tests.browser import find, look
 from tests.calls import recorded
 from tests.serving import CONTEXT, Served, chat_folder, serving, until
@@ -37,7 +36,7 @@ def opened(browser: WebDriver, served: Served) -> Iterator[WebDriver]:
 
 def ask(browser: WebDriver, **fields: object) -> None:
     """Fill the form in, and send it."""
-    for name, value in {"wish": PROMPT, **fields}.items():
+    for name, value in {"prompt": PROMPT, **fields}.items():
         key = "checked" if isinstance(value, bool) else "value"
         browser.execute_script(f"at(arguments[0]).{key} = arguments[1]", name, value)
     find(browser, "#write").click()
@@ -45,10 +44,10 @@ def ask(browser: WebDriver, **fields: object) -> None:
 
 def test_two_columns_end_with_equal_texts_and_their_speeds(opened: WebDriver) -> None:
     """The form begins as the command line says, and the folder's name is no markup."""
-    wanted = {"draft": "exit", "temperature": "0.9", "budget": "99"}
+    wanted = {"draft": "exit", "temperature": "0.9", "limit": "99"}
     assert {name: find(opened, f"#{name}").get_property("value") for name in wanted} == wanted
     assert "<b>tiny<" in find(opened, "#model").text
-    ask(opened, budget="20", seed="7", beside=True)
+    ask(opened, limit="20", seed="7", compare=True)
     until(find(opened, "#write").is_enabled)
     faster = r"[\d.]+ times as fast as plain decoding; the texts are equal\."
     assert re.fullmatch(faster, find(opened, "#notice").text)
@@ -62,14 +61,14 @@ def test_two_columns_end_with_equal_texts_and_their_speeds(opened: WebDriver) ->
 def test_stop_ends_the_text_here_and_there(
     opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # each round takes a while: else a fast machine has written the whole text before the click
-    recorded(monkeypatch, answers, "shown_round", lambda *_: time.sleep(0.02))
-    ask(opened, budget=str(CONTEXT), draft="lookup", seed="3")
+    # each token takes a while: else a fast machine has written the whole text before the click
+    recorded(monkeypatch, Labels, "__call__", lambda *_: time.sleep(0.01))
+    ask(opened, limit=str(CONTEXT), draft="lookup", seed="3")
     until(lambda: opened.find_elements("css selector", ".chip.own[data-id]"))
     find(opened, "#stop").click()
     until(lambda: not served.worker.jobs)
     until(lambda: find(opened, "#notice").text == "stopped")
-    ask(opened, wish="hen " * CONTEXT)
+    ask(opened, prompt="hen " * CONTEXT)
     until(lambda: "shorten the prompt" in find(opened, "#notice").text)
 
 
@@ -79,7 +78,7 @@ def test_tokens_like_markup_are_text_and_fit_a_phone(
     hostile = "<img src=x onerror=\"window.ran='token'\"></script><script>window.ran=1</script>"
     monkeypatch.setattr(Labels, "__call__", lambda self, token: hostile)
     look(opened, 360, "dark")
-    ask(opened, budget="4", beside=True)
+    ask(opened, limit="4", compare=True)
     until(find(opened, "#write").is_enabled)
     chips = opened.find_elements("css selector", ".chip[data-id]")
     assert {chip.text for chip in chips} == {hostile}
