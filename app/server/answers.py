@@ -61,7 +61,7 @@ class Answer:
         finish = "length" if self.sample.finish == "length" else "stop"
         last = self._message(said, finish_reason=finish)
         yield last if body.stream else last | {"usage": usage}
-        if body.stream and (body.stream_options or {}).get("include_usage"):
+        if body.stream and body.stream_options.get("include_usage"):
             yield {**self.head, "choices": [], "usage": usage}
 
     def _message(self, said: dict[str, str], **more: Any) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def refusal(request: Request | None, error: Exception) -> JSONResponse:
     return JSONResponse({"error": told}, status, getattr(error, "headers", None))
 
 
-async def respond(worker: Worker, kind: type[ChatBody], request: Request) -> Response:
+async def respond(
+    worker: Worker, kind: type[ChatBody | CompletionBody], request: Request
+) -> Response:
     """Return the response to a request for a text, once it has a message.
 
     An error before that has a status of its own, also where a stream was asked for.

@@ -27,8 +27,9 @@ from app.options import KINDS, OF_THE_COMMAND, OF_THE_MODEL, Options
 from app.session import Sample, Session
 from model.errors import InputError, one_line
 
-# Unknown fields that have no effect here, and values that ask for nothing. Any other unknown field
-# is refused unless it is null or empty; false is not enough, since its default may be true.
+# Unknown fields that have no effect here, and the values by which a field asks for nothing. Any
+# other unknown field is refused unless it is null or empty. False is not enough: the default of a
+# field that another server knows may be true.
 UNUSED = {
     *("cache_control", "metadata", "name", "parallel_tool_calls", "prompt_cache_key"),
     *("safety_identifier", "service_tier", "store", "user"),
@@ -42,7 +43,8 @@ NEUTRAL = {
     "modalities": [["text"]],
     "tool_choice": ["none", "auto"],
 }
-# Options that a request may give as they are, which ``Options`` checks. No file, folder or class.
+# Options that a request gives as the command line does: ``Options`` checks them. None of them names
+# a file, a folder or a class.
 OPTIONS = (
     *("temperature", "top_p", "min_p", "seed", "coupling"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -132,7 +134,7 @@ class StructuredOutputs(BaseModel):
 def structured(response_format: Any) -> Any:
     """Return OpenAI's ``response_format`` as vLLM's ``structured_outputs``. Raises ValueError."""
     match response_format:
-        case None | {"type": "text"}:
+        case {"type": "text"}:
             return None
         case {"type": "json_object"}:
             return {"json": {"type": "object"}}
@@ -170,8 +172,8 @@ class TextBody(create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIO
     response_format: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = None
     structured_outputs: StructuredOutputs | None = None
     model: str | None = None
-    stream: bool | None = None
-    stream_options: dict[Literal["include_usage"], bool] | None = None
+    stream: bool = False
+    stream_options: dict[Literal["include_usage"], bool] = Field(default_factory=dict)
     trace: bool = False
 
     def options(self) -> dict[str, Any]:

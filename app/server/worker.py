@@ -58,7 +58,7 @@ class Worker:
         self.slots = session.slots_for(TEXTS, session.context)
         self.free = [session.new_slot(session.context) for _ in range(self.slots)]
         self.places = self.slots + session.options.queue
-        self.pace = 1.0  # seconds that the last text took
+        self.pace = 5.0  # seconds that the last text took: a guess at first
         self.last_return = 0.0  # when the client that was refused last is to come back
         self.together = Together(session.model)
         self.jobs: list[Job] = []  # that wait or are written, in order of arrival

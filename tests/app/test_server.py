@@ -187,7 +187,7 @@ def test_a_traced_stream_tells_the_tokens_of_its_text(
     streamed: tuple[list[Any], list[int]], served: Served
 ) -> None:
     choices, kept = streamed
-    assert max(choice["trace"]["retracted"] for choice in choices[:-1]) == 2
+    assert any(choice["trace"]["retracted"] for choice in choices[:-1])
     written = b"".join(map(served.worker.session.tokenizer.token_bytes, kept))
     text = "".join(choice["text"] for choice in choices)
     assert written.decode(errors="replace") == text == served.text(**BANNING)
