@@ -128,30 +128,42 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
+def attend_by_formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """Return softmax(scale · q kᵀ + mask) · v, with the softmax in the wide dtype.
+
+    q ``[B, K, N, D]``, k and v ``[B, K, S, D]``, mask ``[N, S]`` or None -> ``[B, K, N, D]``. A
+    soft cap turns scores into cap · tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118,
+    section 2). Queries are scaled, not scores: q·k of a large model can exceed float16.
+    """
+    scores = ((scale * q) @ k.transpose(2, 3)).to(wide_dtype(q.dtype))
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, dim=-1).to(q.dtype) @ v
+
+
 def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """Return masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
+    """Return masked grouped-query attention (arXiv 2305.13245): see ``attend_by_formula``.
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask``
-    ``[T, S]`` is added to the scores of every head; None masks nothing. A soft cap turns scores
-    into cap · tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2). No fused
-    kernel of torch computes that, so the formula is written out.
+    ``[T, S]`` is added to the scores of every head; None masks nothing. Torch has a fused kernel
+    for attention without a soft cap.
     """
-    batch, heads, count, size = q.shape
+    groups = q.shape[1] // k.shape[1]
     # The G query heads of a key head are laid end to end, as if they were more tokens: no key is
     # copied.
-    groups = heads // k.shape[1]
-    q = q.reshape(batch, k.shape[1], groups * count, size)
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     mask = None if mask is None else mask.repeat(groups, 1)
     if soft_cap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-        # in the wide dtype, by torch
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        out = weights @ v
-    return out.reshape(batch, heads, count, size)
+        out = attend_by_formula(rows, k, v, mask, scale=scale, soft_cap=soft_cap)
+    return out.reshape(q.shape)
 
 
 def causal_mask(

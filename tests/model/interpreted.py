@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from model.fast.four_bits import TritonLinear
+from model.fast.triton_product import TritonLinear
 from model.quantise import quantise
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32

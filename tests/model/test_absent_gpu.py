@@ -33,7 +33,8 @@ from model.cache import static_capacity
 from model.config import parse_config
 from model.decoder import Decoder
 from model.families import build
-from model.fast import gpu, gpu_bits
+from model.fast import gpu
+from model.fast.four_bits import FourBitBlocks, gpu_bits
 from model.plan import LayerPlan
 from model.quantise import GROUP, Quantised
 
@@ -174,7 +175,7 @@ def compile_steps(model: Decoder) -> None:
     plans = [full, LayerPlan.early_exit(model.num_layers, 4)]
     if gpu_bits(model.device, model.dtype):
         model.rounded = fake_rounded
-        model.twins = gpu.LowBits(model)
+        model.planned = FourBitBlocks(model)
         plans.append(full.in_bits(4))
     for capacity in 1024, 4096:
         cache = model.new_cache(static_capacity(capacity))

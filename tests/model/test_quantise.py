@@ -17,7 +17,7 @@ from model.decoder import Decoder
 from model.families import build
 from model.fast.cpu import rounded
 from model.plan import FULL, LOW_BITS, LayerPlan
-from model.quantise import GROUP, RoundedLinear, Twins, quantise, round_inputs
+from model.quantise import GROUP, PlannedBlocks, RoundedLinear, quantise, round_inputs
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 
@@ -197,7 +197,7 @@ def test_a_plan_in_bits_is_the_plan_on_rounded_weights(family: str, plan: LayerP
 def test_twins_are_made_when_a_plan_asks_for_them_and_share_norms() -> None:
     model = tiny_model("gemma2")
     new_product = Mock(side_effect=partial(RoundedLinear, model))
-    model.twins = Twins(model, new_product)
+    model.planned = PlannedBlocks(model, new_product)
     model(TOKENS, plan=LayerPlan.early_exit(3, 2))
     assert not new_product.called
     plan = LayerPlan((4, 0, FULL), (FULL, 8, 0), head=8)
@@ -205,11 +205,11 @@ def test_twins_are_made_when_a_plan_asks_for_them_and_share_norms() -> None:
         model.prepare(plan)
     products = [call.args[1] for call in new_product.call_args_list]
     assert sorted(products) == [4] * 4 + [8] * 4, "four of attention; MLP and head"
-    twin = model.twins.block(0, 4, FULL)
+    twin = model.planned.block(0, 4, FULL)
     assert (
         twin.input_layernorm is model.layers[0].input_layernorm and twin.mlp is model.layers[0].mlp
     )
-    assert model.twins.block(2, FULL, 0) is model.layers[2]
+    assert model.planned.block(2, FULL, 0) is model.layers[2]
     assert len(list(model.parameters())) == len(list(build(model.config).parameters()))
 
 
