@@ -41,8 +41,8 @@ class Decoder(Steps, nn.Module):
         self.max_positions = config.max_positions
         self.num_layers = config.num_layers
         self.importance: dict[nn.Module, Tensor] = {}
-        # Not initialised: on the meta device torch's initialisation would import its compiler, in
-        # two seconds.
+        # Not initialised: on the meta device that would import torch's compiler, which takes two
+        # seconds.
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )

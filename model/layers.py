@@ -107,17 +107,6 @@ def rotary_table(
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def rotary_angles(
-    rope: Rope, head_dim: int, start: int, count: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the cosine and signed sine for positions ``[start, start + count)``: two
-    ``[count, head_dim]``, dtype of ``like``.
-    """
-    size = 1 << (start + count - 1).bit_length()  # sizes double, so that few tables are made
-    cos, sin = rotary_table(rope, head_dim, size, like.dtype, like.device)
-    return cos[start : start + count], sin[start : start + count]
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the rotary embedding of ``[B, heads, T, D]``: each pair (x[i], x[i + D/2]) turned by
     its angle, as Hugging Face does.
@@ -215,31 +204,23 @@ def attend_causally(
     size = k.shape[2]
     if newest is not None and newest >= size:
         newest = None  # it hides nothing
-    # torch has a kernel for this
     is_full = newest is None and (window is None or size <= window)
-    if count == size and soft_cap is None and is_full:
+    if count == size and soft_cap is None and is_full:  # torch has a kernel for this
         k, v = (entries.repeat_interleave(q.shape[1] // k.shape[1], 1) for entries in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     out = []
-    for begin in range(0, count, QUERIES):
-        rows = min(QUERIES, count - begin)
-        end = size - count + begin + rows
-        first = 0 if window is None else max(0, end - rows + 1 - window)
+    end = size - count
+    for queries in q.split(QUERIES, 2):
+        begin = end
+        end += queries.shape[2]
+        first = 0 if window is None else max(0, begin + 1 - window)
         mask = None  # a single query attends to all of these keys
-        if rows > 1 or newest is not None:
+        if queries.shape[2] > 1 or newest is not None:
             keys = torch.arange(first, end, device=q.device)
-            mask = causal_mask(keys[-rows:], keys, window, q.dtype, newest)
-        out.append(
-            attend_masked(
-                q[:, :, begin : begin + rows],
-                k[:, :, first:end],
-                v[:, :, first:end],
-                mask,
-                scale=scale,
-                soft_cap=soft_cap,
-            )
-        )
-    return out[0] if len(out) == 1 else torch.cat(out, 2)
+            mask = causal_mask(keys[begin - first :], keys, window, q.dtype, newest)
+        part = k[:, :, first:end], v[:, :, first:end]
+        out.append(attend_masked(queries, *part, mask, scale=scale, soft_cap=soft_cap))
+    return torch.cat(out, 2)
 
 
 @dataclass(frozen=True)
@@ -269,9 +250,12 @@ def layer_positions(
     """Return the positions ``[start, start + count)`` for each layer, with angles in the dtype of
     ``like``.
     """
-    angles = {
-        rope: rotary_angles(rope, config.head_dim, start, count, like) for rope in set(config.ropes)
-    }
+    end = start + count
+    size = 1 << (end - 1).bit_length()  # sizes double, so that few tables are made
+    angles = {}
+    for rope in set(config.ropes):
+        cos, sin = rotary_table(rope, config.head_dim, size, like.dtype, like.device)
+        angles[rope] = cos[start:end], sin[start:end]
     return [
         Positions(start, *angles[rope], window, attend)
         for rope, window in zip(config.ropes, config.windows, strict=True)

@@ -24,10 +24,10 @@ class Abilities(NamedTuple):
 
 
 class Steps:
-    """Base of all models: members beyond those of ``decoding.model_port``, for readable blocks.
+    """Base of every model: what it offers beyond the calls of ``decoding.model_port``.
 
-    The classes of ``model.fast`` have their own. ``trouble`` is the reason why static steps fell
-    back to the readable blocks, if they did.
+    The values here are those of the readable blocks; the classes of ``model.fast`` have others.
+    ``trouble`` is the reason why static steps fell back to the readable blocks, if they did.
     """
 
     abilities = Abilities()

@@ -28,7 +28,7 @@ def multiply(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Return the ``ROWS`` numbers of the product of one input row, of ``groups`` groups.
+    """Store ``ROWS`` numbers of the product with one input row of ``groups`` groups.
 
     A group's sum of (code · scale + zero) · x is the sum of code · x, times scale, plus the sum of
     x, times zero. Sums are in float32, and in the same order for every row.
