@@ -3,13 +3,13 @@
 Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the
 same shape: ``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all
 positions of the cache. The readable block is compiled once (``torch.compile``), and its code serves
-all layers and all sizes of caches. The whole step is then captured and replayed as one launch; so
-is the block itself, where it cannot be compiled. A step takes as long as reading its weights:
-padded rows cost little.
+all layers and all sizes of caches. Where it cannot be compiled, it runs as it is. The whole step is
+then captured, and replayed as one launch. A step takes as long as reading its weights: padded rows
+cost little.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on
-other rows, which is checked. This file goes from the buffers to the block, the step, its capture,
-and the decoder that makes steps and falls back to the readable blocks.
+other rows, which is checked. The order of this file: the cache, the block, the step, its capture,
+and the decoder, which makes steps and falls back to the readable blocks.
 """
 
 import sys
@@ -41,10 +41,10 @@ TOLERANCE = 0.2
 
 
 class StaticCache:
-    """Tensors of a cache whose addresses do not change, and the steps made for them.
+    """Tensors that one text at a time uses as its cache, and the steps that are made for them.
 
-    They begin short, and double when a text needs it: a step reads all of their positions. One
-    text uses them at a time, as a ``TextCache``.
+    A step reads all positions of the tensors. So they begin short, and double when a text needs
+    more.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -54,10 +54,10 @@ class StaticCache:
         self.text: Callable[[], TextCache | None] = lambda: None
 
     def lend(self, capacity: int) -> "TextCache":
-        """Return an empty cache for a text, which has these tensors until it is gone."""
-        for entries in (*self.entries.keys, *self.entries.values):
-            # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
-            entries.zero_()
+        """Return an empty cache of a text, which uses these tensors until it is gone."""
+        for tensor in (*self.entries.keys, *self.entries.values):
+            # a step also reads invalid entries, with a mask, and 0 times NaN would be NaN
+            tensor.zero_()
         text = TextCache(self, capacity)
         self.text = ref(text)
         return text
@@ -66,7 +66,7 @@ class StaticCache:
     @torch.no_grad()
     def make_room(self, end: int) -> None:
         """Lengthen the tensors where positions up to ``end``, and padded rows after them, do not
-        fit. The steps are then made anew.
+        fit. Steps are then made anew, for the new addresses.
         """
         if end + ROWS <= self.entries.capacity:
             return
@@ -74,8 +74,8 @@ class StaticCache:
         more = static_capacity(end) - self.entries.capacity
         self.entries.capacity += more
         for tensors in (self.entries.keys, self.entries.values):
-            for layer, entries in enumerate(tensors):
-                tensors[layer] = F.pad(entries, (0, 0, 0, more))
+            for layer, tensor in enumerate(tensors):
+                tensors[layer] = F.pad(tensor, (0, 0, 0, more))
 
 
 class TextCache(KVCache):
@@ -94,7 +94,7 @@ class TextCache(KVCache):
 
 
 class StaticEntries(NamedTuple):
-    """Layer of a cache for a static step: written at tensor positions, read over all."""
+    """Entries of one layer in a static step: written at the positions ``index``, read over all."""
 
     keys: Tensor
     values: Tensor
