@@ -173,9 +173,9 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
         model.step_of(cache).run = failing
     monkeypatch.setattr(gpu, "run_block", failing)
     model.run = failing
-    found = model(TOKENS[:, 4:9], cache, 4)
-    assert_same(found, model.model(TOKENS[:, :9])[:, 4:])
-    assert failing.called and cache.lengths == [9] * 3
+    found = torch.cat([model(TOKENS[:, at : at + 5], cache, at) for at in (4, 9)], 1)
+    assert_same(found, model.model(TOKENS[:, :14])[:, 4:])
+    assert failing.called and cache.lengths == [14] * 3
     assert model.trouble.startswith("steps run without CUDA graphs: " + said)
     assert model.abilities.why_rows_vary == Steps.abilities.why_rows_vary
     assert "\n" not in model.trouble and type(model.new_cache(5)) is KVCache
