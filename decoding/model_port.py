@@ -13,7 +13,7 @@ class Model(Protocol):
 
     A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from
     ``start`` on, and writes their entries into the cache; ``prefill`` only writes the entries. For
-    the rest of a prepared model see ``model.decoder.Steps``.
+    the rest of a prepared model see ``model.steps.Steps``.
     """
 
     vocab_size: int

@@ -13,12 +13,13 @@ from typing import Any
 
 from model.errors import InputError
 
-ACTIVATIONS = {  # names of that of a block, after the key that holds one
+# Of each block: the key that holds its activation, and the names that the activation has.
+ACTIVATIONS = {
     "llama": ("hidden_act", "silu", "swish"),
     "gemma2": ("hidden_activation", "gelu_pytorch_tanh", "gelu_new"),
 }
-# Factors by the kind of scaling. Dynamic scaling begins behind the model's context, where no text
-# here comes.
+# Factors that a kind of scaling has. Dynamic scaling begins beyond the model's context, which no
+# text here reaches.
 ROPE_FACTORS = {
     "default": (),
     "dynamic": (),

@@ -2,9 +2,8 @@
 cache and plan.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,50 +12,12 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, attend_causally, layer_positions
+from model.low_bits import PlannedBlocks
 from model.plan import LayerPlan
-from model.quantise import Quantised, Twins, quantise
+from model.quantise import Quantised, quantise
+from model.steps import Steps
 
 PREFILL_CHUNK = 256  # prompt tokens per forward pass: bounds the memory of activations
-
-
-class Abilities(NamedTuple):
-    """Abilities of a model's steps on its device.
-
-    ``low_bits``: numbers of bits in which a draft takes less time; elsewhere low bits are only a
-    reference. ``shares_steps``: whether ``together`` computes several calls in one step.
-    ``why_rows_vary``: the reason why the bits of a position's logits depend on the other rows of
-    the step; None if they do not.
-    """
-
-    low_bits: tuple[int, ...] = ()
-    shares_steps: bool = False
-    why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
-
-
-class Steps:
-    """Interface of a model's steps beyond the calls of ``decoding.model_port``, with the values of
-    the readable blocks; ``model.fast`` has others. ``trouble`` is the reason why static steps fell
-    back to the readable blocks, if they did.
-    """
-
-    abilities = Abilities()
-    trouble: str | None = None
-
-    def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
-        """Return a static step of a plan on this cache, made on first use; None for readable
-        blocks.
-        """
-        return None
-
-    def together(
-        self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
-    ) -> list[Tensor]:
-        """Return the logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as
-        possible.
-
-        Each call has its own cache.
-        """
-        return [self(*call, plan) for call in calls]
 
 
 class Decoder(Steps, nn.Module):
@@ -80,8 +41,8 @@ class Decoder(Steps, nn.Module):
         self.max_positions = config.max_positions
         self.num_layers = config.num_layers
         self.importance: dict[nn.Module, Tensor] = {}
-        # Not initialised: on the meta device torch's initialisation would import its compiler, in
-        # two seconds.
+        # Not initialised: on the meta device that would import torch's compiler, which takes two
+        # seconds.
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
@@ -94,7 +55,7 @@ class Decoder(Steps, nn.Module):
         self.norm = self.new_norm(config.hidden_size, config.norm_eps)
         # ``model.fast`` replaces both by faster ones
         self.attend: Callable[..., Tensor] = attend_causally  # of prompts
-        self.twins = Twins(self)
+        self.planned = PlannedBlocks(self)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""
@@ -153,7 +114,7 @@ class Decoder(Steps, nn.Module):
         attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
         positions = layer_positions(self.config, start, tokens.shape[1], x, attend)
         layers = cache.layers if cache else [None] * self.num_layers
-        for block, place, entries in zip(self.twins.blocks(plan), positions, layers, strict=True):
+        for block, place, entries in zip(self.planned.blocks(plan), positions, layers, strict=True):
             x = block(x, place, entries)
         return x
 
@@ -161,7 +122,7 @@ class Decoder(Steps, nn.Module):
         """Return the logits by final norm and head: ``[batch, T, hidden]`` ->
         ``[batch, T, vocab]``.
 
-        ``head`` is the low-bit twin to use in place of the model's head.
+        ``head`` is a low-bit copy to use in place of the model's head.
         """
         head = head or self.lm_head or partial(F.linear, weight=self.embed_tokens.weight)
         return head(self.norm(hidden))
@@ -177,7 +138,7 @@ class Decoder(Steps, nn.Module):
         ``hidden``.
         """
         return self.logits(
-            self.hidden(tokens, cache, start, plan), self.twins.head(plan.head) if plan else None
+            self.hidden(tokens, cache, start, plan), self.planned.head(plan.head) if plan else None
         )
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:

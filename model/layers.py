@@ -107,17 +107,6 @@ def rotary_table(
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def rotary_angles(
-    rope: Rope, head_dim: int, start: int, count: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the cosine and signed sine for positions ``[start, start + count)``: two
-    ``[count, head_dim]``, dtype of ``like``.
-    """
-    size = 1 << (start + count - 1).bit_length()  # sizes double, so that few tables are made
-    cos, sin = rotary_table(rope, head_dim, size, like.dtype, like.device)
-    return cos[start : start + count], sin[start : start + count]
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the rotary embedding of ``[B, heads, T, D]``: each pair (x[i], x[i + D/2]) turned by
     its angle, as Hugging Face does.
@@ -128,30 +117,42 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
+def attend_by_formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """Return softmax(scale · q kᵀ + mask) · v, with the softmax in the wide dtype.
+
+    q ``[B, K, N, D]``, k and v ``[B, K, S, D]``, mask ``[N, S]`` or None -> ``[B, K, N, D]``. A
+    soft cap turns scores into cap · tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118,
+    section 2). Queries are scaled, not scores: q·k of a large model can exceed float16.
+    """
+    scores = ((scale * q) @ k.transpose(2, 3)).to(wide_dtype(q.dtype))
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, dim=-1).to(q.dtype) @ v
+
+
 def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """Return masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
+    """Return masked grouped-query attention (arXiv 2305.13245): see ``attend_by_formula``.
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask``
-    ``[T, S]`` is added to the scores of every head; None masks nothing. A soft cap turns scores
-    into cap · tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2). No fused
-    kernel of torch computes that, so the formula is written out.
+    ``[T, S]`` is added to the scores of every head; None masks nothing. Torch has a fused kernel
+    for attention without a soft cap.
     """
-    batch, heads, count, size = q.shape
+    groups = q.shape[1] // k.shape[1]
     # The G query heads of a key head are laid end to end, as if they were more tokens: no key is
     # copied.
-    groups = heads // k.shape[1]
-    q = q.reshape(batch, k.shape[1], groups * count, size)
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     mask = None if mask is None else mask.repeat(groups, 1)
     if soft_cap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-        # in the wide dtype, by torch
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        out = weights @ v
-    return out.reshape(batch, heads, count, size)
+        out = attend_by_formula(rows, k, v, mask, scale=scale, soft_cap=soft_cap)
+    return out.reshape(q.shape)
 
 
 def causal_mask(
@@ -203,31 +204,23 @@ def attend_causally(
     size = k.shape[2]
     if newest is not None and newest >= size:
         newest = None  # it hides nothing
-    # torch has a kernel for this
     is_full = newest is None and (window is None or size <= window)
-    if count == size and soft_cap is None and is_full:
+    if count == size and soft_cap is None and is_full:  # torch has a kernel for this
         k, v = (entries.repeat_interleave(q.shape[1] // k.shape[1], 1) for entries in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     out = []
-    for begin in range(0, count, QUERIES):
-        rows = min(QUERIES, count - begin)
-        end = size - count + begin + rows
-        first = 0 if window is None else max(0, end - rows + 1 - window)
+    end = size - count
+    for queries in q.split(QUERIES, 2):
+        begin = end
+        end += queries.shape[2]
+        first = 0 if window is None else max(0, begin + 1 - window)
         mask = None  # a single query attends to all of these keys
-        if rows > 1 or newest is not None:
+        if queries.shape[2] > 1 or newest is not None:
             keys = torch.arange(first, end, device=q.device)
-            mask = causal_mask(keys[-rows:], keys, window, q.dtype, newest)
-        out.append(
-            attend_masked(
-                q[:, :, begin : begin + rows],
-                k[:, :, first:end],
-                v[:, :, first:end],
-                mask,
-                scale=scale,
-                soft_cap=soft_cap,
-            )
-        )
-    return out[0] if len(out) == 1 else torch.cat(out, 2)
+            mask = causal_mask(keys[begin - first :], keys, window, q.dtype, newest)
+        part = k[:, :, first:end], v[:, :, first:end]
+        out.append(attend_masked(queries, *part, mask, scale=scale, soft_cap=soft_cap))
+    return torch.cat(out, 2)
 
 
 @dataclass(frozen=True)
@@ -257,9 +250,12 @@ def layer_positions(
     """Return the positions ``[start, start + count)`` for each layer, with angles in the dtype of
     ``like``.
     """
-    angles = {
-        rope: rotary_angles(rope, config.head_dim, start, count, like) for rope in set(config.ropes)
-    }
+    end = start + count
+    size = 1 << (end - 1).bit_length()  # sizes double, so that few tables are made
+    angles = {}
+    for rope in set(config.ropes):
+        cos, sin = rotary_table(rope, config.head_dim, size, like.dtype, like.device)
+        angles[rope] = cos[start:end], sin[start:end]
     return [
         Positions(start, *angles[rope], window, attend)
         for rope, window in zip(config.ropes, config.windows, strict=True)

@@ -14,21 +14,16 @@ importance matrix of llama.cpp). Scale and zero of a group are those with the le
 of a few candidates: ranges with more or less cut off at both ends, each then fitted to its codes by
 least squares.
 
-A draft runs with *twins*: low-bit copies of a model's sublayers, which share its norms and its
-cache.
+Knows nothing of plans and models.
 """
 
-import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from model.plan import FULL, LOW_BITS, LayerPlan
+from torch import Tensor
 
 GROUP = 32  # weights that share scale and zero, in four bits
 LEVELS = 15  # the largest code, in four bits
@@ -36,12 +31,8 @@ CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
 
-Product = Callable[[Tensor], Tensor]  # ``[..., in]`` -> ``[..., out]``
-NewProduct = Callable[[nn.Linear | nn.Embedding, int], Product]
 
-
-@dataclass(frozen=True)
-class Quantised:
+class Quantised(NamedTuple):
     """Rounded weights: ``codes`` ``[out, in]``, ``scale`` and ``zero`` ``[out, groups]``.
 
     Codes are uint8, scale and zero bfloat16; in eight bits codes are int8, scale and zero float32.
@@ -154,78 +145,3 @@ def round_inputs(x: Tensor) -> Tensor:
     scale = groups.abs().amax(-1, keepdim=True) / 127
     codes = torch.where(scale > 0, groups / scale, 0).round_()
     return (codes * scale).flatten(-2)[..., :columns].to(x.dtype)
-
-
-class Twins:
-    """Blocks of a decoder under any plan. A twin is made when a plan first asks for it, and kept.
-
-    ``new_product`` makes the low-bit product that replaces a linear layer. By default it is
-    ``RoundedLinear``, the reference, which saves neither time nor memory.
-    """
-
-    def __init__(self, model: nn.Module, new_product: NewProduct | None = None) -> None:
-        self.model = model
-        self.new_product = new_product or partial(RoundedLinear, model)
-        self.made: dict[tuple[nn.Module, int], Product] = {}
-
-    def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
-        """Return a block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of
-        0 bits must not be called.
-        """
-        block = self.model.layers[layer]
-        twins = {
-            name: self._twin(getattr(block, name), bits, self._new_sublayer)
-            for name, bits in (("self_attn", attention), ("mlp", mlp))
-            if bits in LOW_BITS
-        }
-        return with_parts(block, twins) if twins else block
-
-    def blocks(self, plan: LayerPlan) -> Iterator[Callable[..., Tensor]]:
-        """Yield the block of each layer under a plan, to be called as ``block(x, positions,
-        cache)``.
-        """
-        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-            block = self.block(layer, attention, mlp)
-            yield partial(block, attention=attention > 0, mlp=mlp > 0)
-
-    def head(self, bits: int) -> Product | None:
-        """Return the head in ``bits`` bits, for normed states ``[..., hidden]``; None: full
-        precision.
-        """
-        if bits == FULL:
-            return None
-        return self._twin(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
-
-    def _twin(self, module: nn.Module, bits: int, make: Callable[..., Product]) -> Product:
-        """Return a twin of a module, which ``make`` makes at the first call."""
-        if (module, bits) not in self.made:
-            self.made[module, bits] = make(module, bits)
-        return self.made[module, bits]
-
-    def _new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
-        """Return a sublayer whose linear layers are low-bit products."""
-        products = {
-            name: self.new_product(part, bits)
-            for name, part in sublayer.named_children()
-            if isinstance(part, nn.Linear)
-        }
-        return with_parts(sublayer, products)
-
-
-def with_parts(module: nn.Module, parts: dict[str, Product]) -> nn.Module:
-    """Copy of a module that has these ``parts``, and shares all others."""
-    changed = copy.copy(module)
-    changed._modules = module._modules | parts
-    return changed
-
-
-class RoundedLinear(nn.Module):
-    """Reference of a low-bit product: rounded weights and inputs in the model's dtype."""
-
-    def __init__(self, model: nn.Module, product: nn.Linear | nn.Embedding, bits: int) -> None:
-        super().__init__()
-        self.weight = model.rounded(product, bits).dequantised(model.dtype)
-        self.bias = product.bias if isinstance(product, nn.Linear) else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(round_inputs(x), self.weight, self.bias)

@@ -36,8 +36,8 @@ from torch import Tensor
 from app.session import Session
 from decoding.sampling import distribution
 from model.layers import Positions, attend_masked, layer_positions
+from model.low_bits import PlannedBlocks
 from model.plan import LayerPlan
-from model.quantise import Twins
 from search.texts import Continuation
 
 
@@ -110,17 +110,17 @@ class Calibration:
         self.params = session.options.params
         rules = {"ratio": accepted_by_ratio, "race": accepted_by_race}
         self.accepted = rules[session.options.coupling or "race"]
-        self.twins = Twins(self.model)
+        self.planned = PlannedBlocks(self.model)
         self.passes = [TargetPass(session, text) for text in texts]
 
     @torch.inference_mode()
     def acceptance(self, plan: LayerPlan) -> float:
         """Return α, the mean probability that a token drafted under the plan is accepted."""
         found = []
-        head = self.twins.head(plan.head)
+        head = self.planned.head(plan.head)
         for text in self.passes:
             x = text.embedded
-            layers = zip(self.twins.blocks(plan), text.positions, text.cache.layers, strict=True)
+            layers = zip(self.planned.blocks(plan), text.positions, text.cache.layers, strict=True)
             for block, place, entries in layers:
                 x = block(x, place, entries)
             p = distribution(self.model.logits(text.last)[0], text.context, self.params)

@@ -79,7 +79,7 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
     """
     x = model.embed(tokens)
     positions = layer_positions(model.config, 0, tokens.shape[1], x)
-    for layer, block in enumerate(model.twins.blocks(LayerPlan.full(model.num_layers))):
+    for layer, block in enumerate(model.planned.blocks(LayerPlan.full(model.num_layers))):
         passed = block(x, positions[layer], None)
         x = passed if kept is None else torch.where(kept[layer, :, None, None], passed, x)
         yield x

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from model.cache import KVCache
-from model.decoder import Abilities, Steps
 from model.errors import InputError
 from model.plan import FULL, LayerPlan
+from model.steps import Abilities, Steps
 
 # the bytes of its tokens; 2 has those of 0 and 1 together
 TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")

@@ -5,14 +5,13 @@ Begin with ``accelerate``. The readable files of ``model`` do not depend on this
 """
 
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from model.decoder import Decoder, Steps
-from model.device import multiplies_bf16
+from model.decoder import Decoder
 from model.errors import InputError
+from model.steps import Steps
 
 
 class PreparedDecoder(Steps):
@@ -33,8 +32,8 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     """Return a model of the same weights whose steps are fast on its device.
 
     Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
-    so where only a C compiler is missing. Elsewhere the model is changed too (its ``attend`` and
-    ``twins``): it reads prompts by faster functions.
+    so where only a C compiler is missing. Elsewhere the model is changed too: on a CPU its
+    ``attend``, by which it reads prompts, and on a GPU its ``planned`` blocks.
     """
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder
@@ -49,15 +48,3 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     except InputError as error:
         print(f"steps are the readable blocks', several times slower: {error}", file=sys.stderr)
         return model
-
-
-def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the numbers of bits for which there is a kernel on a GPU: torch's for bfloat16 where
-    the GPU multiplies it, Triton's (``model.fast.four_bits``) for float16 and float32.
-    """
-    if device.type != "cuda" or dtype == torch.float64:
-        return ()
-    if dtype == torch.bfloat16:
-        return (4,) if multiplies_bf16(device) else ()
-    has_triton = find_spec("triton") is not None
-    return (4,) if has_triton and torch.cuda.get_device_capability(device) >= (7, 5) else ()

@@ -29,13 +29,13 @@ FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
 ]
-# of x86: keeps a tile's inputs in registers, unlike GCC's for Zen, and uses whole registers
+# for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
 one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
 
 
 def structure(name: str, fields: dict[str, type]) -> type[ctypes.Structure]:
-    """Return a structure of ``step.c``. A key of ``fields`` names one or several of a type."""
+    """Return a structure of ``step.c``. A key of ``fields`` holds the names of fields of a type."""
     each = [(part, kind) for names, kind in fields.items() for part in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": each})
 

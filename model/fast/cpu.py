@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
-from model.decoder import Abilities, Decoder
+from model.decoder import Decoder
 from model.fast import PreparedDecoder
 from model.fast.compiled import CLayer, CMatrix, CModel, CText, call, library
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import shares_of
+from model.steps import Abilities
 
 KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
 NORMS = {  # of a block: fields of a layer in step.c, and their names here

@@ -1,87 +1,98 @@
-"""Product by weights in four bits on a GPU, in Triton, for inputs that torch's kernel refuses.
+"""Drafts in four bits on a GPU: products by torch's kernel or by Triton's, and the blocks that use
+them.
 
-Torch's takes bfloat16 on compute capability 8.0 and later. This one takes any dtype, such as
-float16 on a T4. It reads as few bytes: a byte per two weights, and scale and zero per group.
+Torch's kernel (tinygemm) reads a third of the bytes of a bf16 product. It takes bfloat16 only, so
+Triton's (``triton_product``) serves the other dtypes. In eight bits, and for shapes that no kernel
+takes, drafts use the checkpoint's weights.
 """
 
-import triton
-import triton.language as tl
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.decoder import Decoder
+from model.device import multiplies_bf16
+from model.low_bits import PlannedBlocks, Product, with_parts
 from model.quantise import GROUP, Quantised
 
-HALF = GROUP // 2
-ROWS = 16  # of the matrix, per program
-GROUPS = 8  # that a program reads at a time
+JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # products of the same inputs
 
 
-@triton.jit
-def multiply(
-    x,
-    pairs,
-    scale,
-    zero,
-    out,
-    out_size,
-    groups,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Return the ``ROWS`` numbers of the product of one input row, of ``groups`` groups.
-
-    A group's sum of (code · scale + zero) · x is the sum of code · x, times scale, plus the sum of
-    x, times zero. Sums are in float32, and in the same order for every row.
+def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the numbers of bits for which there is a kernel on a GPU: torch's for bfloat16 where
+    the GPU multiplies it, Triton's for float16 and float32.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    token = tl.program_id(1)
-    half = tl.arange(0, HALF)
-    total = tl.zeros([ROWS], tl.float32)
-    for begin in range(0, groups, GROUPS):
-        group = begin + tl.arange(0, GROUPS)
-        in_row = (group < groups)[:, None]
-        place = 2 * HALF * (token * groups + group[:, None]) + half
-        first = tl.load(x + place, in_row, 0.0).to(tl.float32)
-        second = tl.load(x + place + HALF, in_row, 0.0).to(tl.float32)
-        at = row * groups + group
-        exists = (row < out_size) & (group < groups)
-        both = tl.load(pairs + at[:, :, None] * HALF + half, exists[:, :, None], 0)
-        products = (both & 15).to(tl.float32) * first + (both >> 4).to(tl.float32) * second
-        scales = tl.load(scale + at, exists, 0.0).to(tl.float32)
-        zeros = tl.load(zero + at, exists, 0.0).to(tl.float32)
-        sums = tl.sum(first + second, 1)
-        total += tl.sum(tl.sum(products, 2) * scales + sums * zeros, 1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(out + token * out_size + rows, total, rows < out_size)
+    if device.type != "cuda" or dtype == torch.float64:
+        return ()
+    if dtype == torch.bfloat16:
+        return (4,) if multiplies_bf16(device) else ()
+    has_triton = find_spec("triton") is not None
+    return (4,) if has_triton and torch.cuda.get_device_capability(device) >= (7, 5) else ()
 
 
-class TritonLinear(nn.Module):
-    """x Wᵀ + b with W in four bits: ``[..., in]`` -> ``[..., out]``, in the dtype of x."""
+class Int4Linear(nn.Module):
+    """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16. It is fast for one
+    row, as in drafts.
+    """
 
     def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
         super().__init__()
-        codes = weight.codes.unflatten(1, (-1, 2, HALF))
-        # a byte holds the codes of places i and i + 16 of a group, so that inputs lie in a row
-        self.register_buffer("weight", (codes[:, :, 0] | codes[:, :, 1] << 4).contiguous())
-        # older GPUs have no bf16
-        self.register_buffer("scale", weight.scale.half().contiguous())
-        self.register_buffer("zero", weight.zero.half().contiguous())
+        codes = weight.codes
+        tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
+        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
+        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs, tiles))
+        middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
+        self.register_buffer("scale", torch.stack((weight.scale.T, middle.T), -1).contiguous())
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        size, groups = self.scale.shape
-        product = rows.new_empty(len(rows), size)
-        multiply[triton.cdiv(size, ROWS), len(rows)](
-            rows,
-            self.weight,
-            self.scale,
-            self.zero,
-            product,
-            size,
-            groups,
-            HALF=HALF,
-            ROWS=ROWS,
-            GROUPS=GROUPS,
-        )
+        product = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scale)
         return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
+
+
+class FourBitBlocks(PlannedBlocks):
+    """Blocks under any plan, with four-bit products by a kernel.
+
+    Products of the same inputs are one: four launches per layer in place of seven.
+    """
+
+    def new_product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product:
+        is_head = isinstance(product, nn.Embedding)
+        plain = partial(F.linear, weight=product.weight) if is_head else product
+        return self._kernel([product], bits) or plain
+
+    def new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
+        names = next(names for names in JOINED if hasattr(sublayer, names[0]))
+        parts = [getattr(sublayer, name) for name in names]
+        joined = self._kernel(parts, bits)
+        if joined is None:
+            return sublayer
+        # the joined product stands for these parts
+        copy = super().new_sublayer(with_parts(sublayer, dict.fromkeys(names)), bits)
+        sizes = [part.out_features for part in parts]
+        copy.project = lambda x: joined(x).split(sizes, -1)
+        return copy
+
+    @torch.no_grad()
+    def _kernel(self, products: list[nn.Module], bits: int) -> nn.Module | None:
+        """Return the product by the weights of several, one after another, in few bits; None where
+        no kernel takes them.
+        """
+        model: Decoder = self.model
+        shapes = [product.weight.shape for product in products]
+        fits = all(rows % 8 == 0 and columns % GROUP == 0 for rows, columns in shapes)
+        if bits not in gpu_bits(model.device, model.dtype) or not fits:
+            return None
+        rounded = [model.rounded(product, bits) for product in products]
+        weight = Quantised(*map(torch.cat, zip(*rounded, strict=True)))
+        biases = [getattr(product, "bias", None) for product in products]
+        bias = None if biases[0] is None else torch.cat(biases)
+        if model.dtype == torch.bfloat16:
+            return Int4Linear(weight, bias)
+        from model.fast.triton_product import TritonLinear  # where Triton is installed
+
+        return TritonLinear(weight, bias)

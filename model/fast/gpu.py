@@ -3,14 +3,13 @@
 Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the
 same shape: ``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all
 positions of the cache. The readable block is compiled once (``torch.compile``), and its code serves
-all layers and all sizes of caches. The whole step is then captured and replayed as one launch; so
-is the block itself, where it cannot be compiled. A step takes as long as reading its weights:
-padded rows cost little.
+all layers and all sizes of caches. Where it cannot be compiled, it runs as it is. The whole step is
+then captured, and replayed as one launch. A step takes as long as reading its weights: padded rows
+cost little.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on
-other rows, which is checked. Drafts in four bits use torch's tinygemm kernel, which reads a third
-of the bytes of a bf16 product, or one in Triton where weights are not bf16. In eight bits they use
-the checkpoint's weights.
+other rows, which is checked. The order of this file: the cache, the block, the step, its capture,
+and the decoder, which makes steps and falls back to the readable blocks.
 """
 
 import sys
@@ -19,30 +18,83 @@ from functools import cache as cached
 from functools import partial
 from itertools import count
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache, static_capacity
-from model.decoder import Abilities, Decoder, Steps
+from model.decoder import Decoder
 from model.device import compiled
 from model.errors import typed_line
-from model.fast import PreparedDecoder, gpu_bits
-from model.layers import Positions, causal_mask, rotary_table, wide_dtype
+from model.fast import PreparedDecoder
+from model.fast.four_bits import FourBitBlocks, gpu_bits
+from model.layers import Positions, attend_by_formula, causal_mask, rotary_table, wide_dtype
 from model.plan import LayerPlan
-from model.quantise import GROUP, Product, Quantised, Twins, with_parts
+from model.steps import Abilities, Steps
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
 # address gives.
 TOLERANCE = 0.2
-JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # products of the same inputs
+
+
+class StaticCache:
+    """Tensors that one text at a time uses as its cache, and the steps that are made for them.
+
+    A step reads all positions of the tensors. So they begin short, and double when a text needs
+    more.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        with torch.inference_mode(False):
+            self.entries = model.new_cache(static_capacity(1))
+        self.steps: dict[LayerPlan, StaticStep] = {}
+        self.text: Callable[[], TextCache | None] = lambda: None
+
+    def lend(self, capacity: int) -> "TextCache":
+        """Return an empty cache of a text, which uses these tensors until it is gone."""
+        for tensor in (*self.entries.keys, *self.entries.values):
+            # a step also reads invalid entries, with a mask, and 0 times NaN would be NaN
+            tensor.zero_()
+        text = TextCache(self, capacity)
+        self.text = ref(text)
+        return text
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make_room(self, end: int) -> None:
+        """Lengthen the tensors where positions up to ``end``, and padded rows after them, do not
+        fit. Steps are then made anew, for the new addresses.
+        """
+        if end + ROWS <= self.entries.capacity:
+            return
+        self.steps.clear()
+        more = static_capacity(end) - self.entries.capacity
+        self.entries.capacity += more
+        for tensors in (self.entries.keys, self.entries.values):
+            for layer, tensor in enumerate(tensors):
+                tensors[layer] = F.pad(tensor, (0, 0, 0, more))
+
+
+class TextCache(KVCache):
+    """Cache of a text, with the tensors of a static cache."""
+
+    def __init__(self, static: StaticCache, capacity: int) -> None:
+        self.static = static
+        self.capacity = capacity
+        self.keys = static.entries.keys
+        self.values = static.entries.values
+        self.lengths = [0] * len(self.keys)
+
+    def claim(self, layers: Iterable[int], start: int, count: int) -> None:
+        super().claim(layers, start, count)
+        self.static.make_room(start + count)
 
 
 class StaticEntries(NamedTuple):
-    """Layer of a cache for a static step: written at tensor positions, read over all."""
+    """Entries of one layer in a static step: written at the positions ``index``, read over all."""
 
     keys: Tensor
     values: Tensor
@@ -65,19 +117,13 @@ def attend_statically(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """Return masked grouped-query attention (``model.layers.attend_masked``) of a static step, with
-    a mask ``[G · rows, S]``, written out: a compiler fuses it.
+    """Return the attention of a static step: ``model.layers.attend_masked`` with a mask
+    ``[G · rows, S]``, by the formula, which a compiler fuses.
 
-    The two products over all positions occupy a GPU even where heads are few. Queries are scaled,
-    since q·k of a large model can exceed float16. Softmax is in the wide dtype.
+    Its two products over all positions occupy a GPU even where heads are few.
     """
-    # the query heads of a key head are laid end to end
-    rows = (q * scale).reshape(1, k.shape[1], -1, q.shape[3])
-    scores = (rows @ k.transpose(2, 3)).to(wide_dtype(q.dtype))
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores + mask, dim=-1).to(q.dtype)
-    return (weights @ v).reshape(q.shape)
+    rows = q.reshape(1, k.shape[1], -1, q.shape[3])
+    return attend_by_formula(rows, k, v, mask, scale=scale, soft_cap=soft_cap).reshape(q.shape)
 
 
 def run_block(
@@ -108,118 +154,9 @@ def run_compiled(
     return compiled(run_block)(block, x, angles, mask, entries, *runs)
 
 
-class Int4Linear(nn.Module):
-    """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16. It is fast for one
-    row, as in drafts.
-    """
-
-    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
-        super().__init__()
-        codes = weight.codes
-        tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
-        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
-        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs, tiles))
-        middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
-        self.register_buffer("scale", torch.stack((weight.scale.T, middle.T), -1).contiguous())
-        self.register_buffer("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        product = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scale)
-        return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
-
-
-class LowBits(Twins):
-    """Low-bit twins on a GPU, by a kernel where there is one, and else by the checkpoint's weights.
-
-    Products of the same inputs are one: four launches per layer in place of seven.
-    """
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__(model, self._product)
-
-    def _product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product:
-        plain = (
-            product if isinstance(product, nn.Linear) else partial(F.linear, weight=product.weight)
-        )
-        return self._kernel([product], bits) or plain
-
-    def _new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
-        names = next(names for names in JOINED if hasattr(sublayer, names[0]))
-        parts = [getattr(sublayer, name) for name in names]
-        joined = self._kernel(parts, bits)
-        if joined is None:
-            return super()._new_sublayer(sublayer, bits)
-        twin = super()._new_sublayer(with_parts(sublayer, dict.fromkeys(names)), bits)
-        sizes = [part.out_features for part in parts]
-        twin.project = lambda x: joined(x).split(sizes, -1)
-        return twin
-
-    @torch.no_grad()
-    def _kernel(self, products: list[nn.Module], bits: int) -> Product | None:
-        """Return the product by the weights of several, one after another, in few bits; None where
-        no kernel takes them.
-        """
-        model = self.model
-        shapes = [product.weight.shape for product in products]
-        fits = all(rows % 8 == 0 and columns % GROUP == 0 for rows, columns in shapes)
-        if bits not in gpu_bits(model.device, model.dtype) or not fits:
-            return None
-        rounded = [model.rounded(product, bits) for product in products]
-        weight = Quantised(
-            *(
-                torch.cat([getattr(each, part) for each in rounded])
-                for part in ("codes", "scale", "zero")
-            )
-        )
-        biases = [getattr(product, "bias", None) for product in products]
-        bias = None if biases[0] is None else torch.cat(biases)
-        if model.dtype == torch.bfloat16:
-            return Int4Linear(weight, bias)
-        from model.fast.four_bits import TritonLinear  # where Triton is installed
-
-        return TritonLinear(weight, bias)
-
-
-class Recorder:
-    """Recorder of CUDA graphs, which share one memory pool."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
-        # A pool whose last graph has died cannot be used again. So this graph is kept.
-        self.smallest = self(partial(torch.zeros, 1, device="cuda"))
-
-    def __call__(self, compute: Callable[[], object]) -> Callable[[], None]:
-        """Record ``compute`` as a graph; returns the replay.
-
-        It runs once before on the same stream, so that libraries allocate their workspaces outside
-        of the graph. Raises what ``compute`` raises, and RuntimeError where it cannot be recorded.
-        """
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
-        try:
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                compute()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                compute()
-        except Exception as error:
-            # Ctrl-C makes a capture invalid, whose end then raises another error
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            raise
-        finally:
-            # an invalid capture leaves its stream the current one
-            torch.cuda.set_stream(current)
-        return graph.replay
-
-
-recorder = cached(Recorder)
-
-
 class StaticStep:
-    """Step of a plan on a cache for up to ``rows`` tokens, by the same kernels on the same buffers.
+    """Step of a plan on a static cache for up to ``rows`` tokens, by the same kernels on the same
+    buffers.
 
     ``run`` is ``run_block`` or ``run_compiled``. ``replay`` replays the captured step, if it is
     captured.
@@ -264,23 +201,20 @@ class StaticStep:
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)
-        for layer, (attention, mlp) in enumerate(
-            zip(self.plan.attention, self.plan.mlp, strict=True)
-        ):
-            if not (attention or mlp):
-                continue
-            x = self.run(
-                model.twins.block(layer, attention, mlp),
-                x,
-                angles[config.ropes[layer]],
-                masks[config.windows[layer]],
-                StaticEntries(self.cache.keys[layer], self.cache.values[layer], index),
-                attention > 0,
-                mlp > 0,
-            )
-        self.logits = model.logits(x, model.twins.head(self.plan.head))
+        for layer, runs in enumerate(zip(self.plan.attention, self.plan.mlp, strict=True)):
+            if any(runs):
+                x = self.run(
+                    model.planned.block(layer, *runs),
+                    x,
+                    angles[config.ropes[layer]],
+                    masks[config.windows[layer]],
+                    StaticEntries(self.cache.keys[layer], self.cache.values[layer], index),
+                    *(bits > 0 for bits in runs),
+                )
+        self.logits = model.logits(x, model.planned.head(self.plan.head))
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
+        """Return the logits ``[1, T, vocab]`` of up to ``rows`` tokens ``[1, T]``."""
         count = tokens.shape[1]
         self.tokens[:, :count].copy_(tokens)
         self.start.fill_(start)
@@ -288,19 +222,36 @@ class StaticStep:
         return self.logits[:, :count].clone()  # a later replay writes to the same memory
 
 
-class TextCache(KVCache):
-    """Cache of a text: the tensors of a static cache, which are lengthened when it needs more."""
+class Recorder:
+    """Recorder of CUDA graphs, which share one memory pool."""
 
-    def __init__(self, static: KVCache, capacity: int, make_room: Callable[[int], None]) -> None:
-        self.capacity = capacity
-        self.lengths = [0] * len(static.keys)
-        self.keys = static.keys
-        self.values = static.values
-        self.make_room = make_room
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        # A pool whose last graph has died cannot be used again. So this graph is kept.
+        self.smallest = self(partial(torch.zeros, 1, device="cuda"))
 
-    def claim(self, layers: Iterable[int], start: int, count: int) -> None:
-        super().claim(layers, start, count)
-        self.make_room(start + count)
+    def __call__(self, compute: Callable[[], object]) -> Callable[[], None]:
+        """Record ``compute`` as a graph; returns the replay.
+
+        It runs once before on the same stream, so that libraries allocate their workspaces outside
+        of the graph. Raises what ``compute`` raises, and RuntimeError where it cannot be recorded.
+        """
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        try:
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                compute()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                compute()
+        finally:
+            # an invalid capture leaves its stream the current one
+            torch.cuda.set_stream(current)
+        return graph.replay
+
+
+recorder = cached(Recorder)
 
 
 class StaticDecoder(PreparedDecoder):
@@ -310,61 +261,27 @@ class StaticDecoder(PreparedDecoder):
     readable blocks are captured, and a line on stderr says so. If a step fails (an old GPU, no
     memory), in the middle of a text too, it and later ones are the readable blocks'; ``trouble``
     says why.
-
-    Steps are made for the tensors of a *static cache*. One text uses these at a time, until its own
-    cache, which has the same tensors, is gone. They begin short, and double when the text needs it:
-    a step reads all of their positions.
     """
 
     def __init__(self, model: Decoder, captures: bool = True) -> None:
         super().__init__(model)
-        model.twins = LowBits(model)
+        model.planned = FourBitBlocks(model)
         self.abilities = Abilities(gpu_bits(model.device, model.dtype), why_rows_vary=None)
         self.run = run_compiled if captures else run_block
         self.captures = captures
-        self.steps: dict[KVCache, dict[LayerPlan, StaticStep]] = {}  # by static cache and plan
-        self.used: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()  # by a text's cache
+        self.caches: list[StaticCache] = []
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """Return a cache as ``Decoder.new_cache`` does; for a single text it takes the tensors and
-        the steps of a static cache not in use.
+        """Return a cache as ``Decoder.new_cache`` does. For a single text it has the tensors and
+        the steps of a static cache that no other text uses.
         """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
-        static = self._free_cache(static_capacity(capacity))
-        for entries in (*static.keys, *static.values):
-            # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
-            entries.zero_()
-        cache = TextCache(static, capacity, partial(self._make_room, static))
-        self.used[cache] = static
-        return cache
-
-    def _free_cache(self, longest: int) -> KVCache:
-        """Return a static cache that is not used, made where there is none that is short enough."""
-        used = set(self.used.values())
-        for static in self.steps:
-            if static not in used and static.capacity <= longest:
-                return static
-        self.steps = {static: self.steps[static] for static in used}  # longer ones are freed
-        with torch.inference_mode(False):
-            static = self.model.new_cache(static_capacity(1))
-        self.steps[static] = {}
-        return static
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _make_room(self, static: KVCache, end: int) -> None:
-        """Lengthen the tensors of a static cache where positions up to ``end``, and padded rows
-        after them, do not fit. Its steps are then made anew.
-        """
-        if end + ROWS <= static.capacity:
-            return
-        self.steps[static] = {}
-        more = static_capacity(end) - static.capacity
-        static.capacity += more
-        for tensors in (static.keys, static.values):
-            for layer, entries in enumerate(tensors):
-                tensors[layer] = F.pad(entries, (0, 0, 0, more))
+        free = [static for static in self.caches if static.text() is None]
+        if not free:
+            free = [StaticCache(self.model)]
+            self.caches += free
+        return free[0].lend(capacity)
 
     def __call__(
         self,
@@ -377,36 +294,28 @@ class StaticDecoder(PreparedDecoder):
         steps.
         """
         plan = plan or LayerPlan.full(self.num_layers)
-        if cache in self.used:  # first, since longer tensors have other steps
+        if isinstance(cache, TextCache):  # first, since longer tensors have other steps
             cache.claim(plan.attention_layers, start, tokens.shape[1])
         step = self.step_of(cache, plan)
         if step is None:
             return self.model(tokens, cache, start, plan)
-        logits = []
+        parts = zip(count(start, step.rows), tokens.split(step.rows, 1))
         try:
-            for first, part in zip(count(start, step.rows), tokens.split(step.rows, 1)):
-                logits.append(step(part, first))
+            logits = [step(part, first) for first, part in parts]
         except RuntimeError as error:  # of a driver or an allocator; entries are written again
             self._give_up(error)
             return self.model(tokens, cache, start, plan)
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
-    def _give_up(self, error: Exception) -> None:
-        """Note why later steps are the readable blocks'."""
-        self.trouble = f"steps run without CUDA graphs: {typed_line(error)}"
-        why = Steps.abilities.why_rows_vary
-        self.abilities = self.abilities._replace(why_rows_vary=why)
-
     @torch.inference_mode()
     def step_of(self, cache: KVCache | None, plan: LayerPlan | None = None) -> StaticStep | None:
         plan = plan or LayerPlan.full(self.num_layers)
-        if cache not in self.used or self.trouble:
+        if self.trouble or not isinstance(cache, TextCache):
             return None
-        static = self.used[cache]
-        steps = self.steps[static]
+        steps = cache.static.steps
         while plan not in steps and not self.trouble:
             try:
-                steps[plan] = self._new_step(static, plan)
+                steps[plan] = self._new_step(cache.static.entries, plan)
             except Exception as error:  # of compilers, drivers, allocators
                 if self.run is run_block:
                     self._give_up(error)
@@ -414,6 +323,12 @@ class StaticDecoder(PreparedDecoder):
                     self.run = run_block
                     print(f"[steps are captured uncompiled: {typed_line(error)}]", file=sys.stderr)
         return steps.get(plan)
+
+    def _give_up(self, error: Exception) -> None:
+        """Note why later steps are the readable blocks'."""
+        self.trouble = f"steps run without CUDA graphs: {typed_line(error)}"
+        why = Steps.abilities.why_rows_vary
+        self.abilities = self.abilities._replace(why_rows_vary=why)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
         """Return a static step of a plan that has passed ``_check``. It runs on the first positions

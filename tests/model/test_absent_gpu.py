@@ -3,7 +3,8 @@
 It needs a CUDA build of torch, and no driver. All tensors are fake: they have a shape and a device,
 but no memory. Torch's compiler asks only for the device's properties, and Triton for its compute
 capability. A library that is loaded before CUDA's (LD_PRELOAD) answers which device is current.
-Every kernel is compiled to PTX. A line says how many graphs of blocks and of functions there are.
+Every kernel is compiled to PTX. The process prints, of each graph of blocks and of functions, its
+launches and the most numbers that one block of threads reduces.
 """
 
 import importlib.util
@@ -15,10 +16,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from runpy import run_path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -33,7 +35,8 @@ from model.cache import static_capacity
 from model.config import parse_config
 from model.decoder import Decoder
 from model.families import build
-from model.fast import gpu, gpu_bits
+from model.fast import gpu
+from model.fast.four_bits import FourBitBlocks, gpu_bits
 from model.plan import LayerPlan
 from model.quantise import GROUP, Quantised
 
@@ -49,10 +52,13 @@ int _ZN3c104cuda9SetDeviceEab(signed char device, _Bool force) { return 0; }
 int _ZN3c104cuda14ExchangeDeviceEa(signed char device) { return 0; }
 int _ZN3c104cuda19MaybeExchangeDeviceEa(signed char device) { return 0; }
 """
-
-
 LAUNCH = re.compile(r"= torch\.ops\.\w+\.[\w.]+\(|extern_kernels\.\w+\(|aten\.\w+\(|\w+\.run\(")
 WIDEST = 1 << 14  # numbers that a block of threads may reduce, less than any vocabulary
+GRAPHS: list[tuple[int, int]] = []  # launches of each graph, and the widest reduction of a block
+FILTERS = (
+    *((None, None, None, None), (0.7, None, None, None), (0.7, 0.9, None, None)),
+    *((0.7, None, 0.1, None), (0.7, None, None, 50.0), (0.7, 0.9, 0.1, 50.0)),
+)
 
 
 def pretend(capability: int) -> None:
@@ -64,7 +70,7 @@ def pretend(capability: int) -> None:
     from triton.runtime import driver
 
     joint_graph.lazy_init(torch.device("cpu"))  # before a GPU's tensors would be made for it
-    joint_graph.lazy_init = returning
+    joint_graph.lazy_init = Mock()
     properties = SimpleNamespace(
         major=capability // 10,
         minor=capability % 10,
@@ -80,106 +86,58 @@ def pretend(capability: int) -> None:
         warp_size=32,
         gcnArchName="",
     )
-    for place in torch.cuda, CudaInterface, CudaInterface.Worker:
-        for name, value in {
-            "is_available": True,
-            "device_count": 1,
-            "current_device": 0,
-            "get_device_properties": properties,
-            "get_device_capability": divmod(capability, 10),
-            "get_compute_capability": capability,
-            "set_device": None,
-            "_exchange_device": 0,
-            "_maybe_exchange_device": 0,
-            "get_rng_state": torch.zeros(16),
-            "set_rng_state": None,
-            "synchronize": None,
-        }.items():
-            setattr(place, name, partial(returning, value))
-    torch.accelerator.is_available = partial(returning, False)
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": properties,
+        "get_device_capability": divmod(capability, 10),
+        "get_compute_capability": capability,
+        "set_device": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_rng_state": torch.zeros(16),
+        "set_rng_state": None,
+        "synchronize": None,
+    }
+    for name, answer in answers.items():
+        for place in torch.cuda, CudaInterface, CudaInterface.Worker:
+            setattr(place, name, lambda *_, answer=answer, **__: answer)
+    torch.accelerator.is_available = lambda: False
     driver._active = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: 0,
         get_active_torch_device=lambda: torch.device("cuda"),
     )
-    triton_helpers.set_driver_to_gpu = returning
+    triton_helpers.set_driver_to_gpu = Mock()
     # these compute with real tensors of the device
-    pad_mm.can_pad = partial(returning, False)
+    pad_mm.can_pad = lambda *_: False
     torch._inductor.config.joint_graph_constant_folding = False
     torch._inductor.config.fx_graph_cache = False
 
 
-def returning(value: object = None, *_: object, **__: object) -> object:
-    return value
+def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile a graph's kernels, and return what runs it as it is: a backend of torch.compile."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    with patch.object(GraphLowering, "compile_to_module", compile_kernels):
+        compile_fx(graph, inputs)
+    return graph.forward
 
 
-class Compiler:
-    """Backend of torch.compile that compiles each graph to PTX, and runs it as it is."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # of each graph, its launches and the numbers that a block of threads reduces at most
-        self.graphs: list[tuple[int, int]] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-        from torch._inductor.graph import GraphLowering
-
-        with patch.object(
-            GraphLowering, "compile_to_module", lambda lowering: self.compile(lowering)
-        ):
-            compile_fx(graph, inputs)
-        return graph.forward
-
-    def compile(self, lowering: Any) -> SimpleNamespace:
-        """Compile the kernels of a graph's code, and return a module that computes nothing."""
-        code = lowering.codegen()[0].value
-        assert "triton_spl" not in code, "a sum whose order depends on the run"
-        widths = map(int, re.findall(r"size_hints=\{[^}]*'r0_': (\d+)", code))
-        self.graphs.append((len(LAUNCH.findall(code)), max(widths, default=0)))
-        for name, source in re.findall(r"triton\('(\w+)', '''(.*?)'''", code, re.DOTALL):
-            path = self.folder / f"{name}_{len(list(self.folder.iterdir()))}.py"
-            path.write_text(source)
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            getattr(module, name).precompile(warm_cache_only=True)
-        return SimpleNamespace(call=returning)
-
-
-def fake_model(shape: str, dtype: torch.dtype) -> Decoder:
-    """Model of a named shape, with fake weights on a GPU."""
-    with torch.device("meta"):
-        model = build(parse_config(json.loads(SHAPES.read_text())[shape]))
-    with FakeTensorMode():
-        return replace_tensors(
-            model,
-            lambda weight: nn.Parameter(
-                torch.empty(weight.shape, dtype=dtype, device="cuda"), requires_grad=False
-            ),
-        )
-
-
-def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Put other tensors in the place of those of a module."""
-    for part in module.modules():
-        for store in part._parameters, part._buffers:
-            store.update({name: make(each) for name, each in store.items() if each is not None})
-    return module
-
-
-def compile_steps(model: Decoder) -> None:
-    """Compute static steps of all kinds that production makes."""
-    full = LayerPlan.full(model.num_layers)
-    plans = [full, LayerPlan.early_exit(model.num_layers, 4)]
-    if gpu_bits(model.device, model.dtype):
-        model.rounded = fake_rounded
-        model.twins = gpu.LowBits(model)
-        plans.append(full.in_bits(4))
-    for capacity in 1024, 4096:
-        cache = model.new_cache(static_capacity(capacity))
-        for plan in plans:
-            gpu.StaticStep(model, cache, plan, gpu.run_compiled).compute()
+def compile_kernels(lowering: Any) -> SimpleNamespace:
+    """Compile the kernels of a graph's code to PTX, and return a module that computes nothing."""
+    code = lowering.codegen()[0].value
+    assert "triton_spl" not in code, "a sum whose order depends on the run"
+    widths = map(int, re.findall(r"size_hints=\{[^}]*'r0_': (\d+)", code))
+    GRAPHS.append((len(LAUNCH.findall(code)), max(widths, default=0)))
+    for name, source in re.findall(r"triton\('(\w+)', '''(.*?)'''", code, re.DOTALL):
+        with NamedTemporaryFile("w", suffix=".py") as file:  # Triton reads the source of a kernel
+            file.write(source)
+            file.flush()
+            getattr(SimpleNamespace(**run_path(file.name)), name).precompile(warm_cache_only=True)
+    return SimpleNamespace(call=Mock())
 
 
 def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
@@ -189,39 +147,44 @@ def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
     return Quantised(codes, scale, scale)
 
 
-def compile_functions(vocab: int, compiled: Callable[..., Any]) -> None:
+def compile_steps(model: Decoder) -> None:
+    """Compute static steps of all kinds that production makes."""
+    full = LayerPlan.full(model.num_layers)
+    plans = [full, LayerPlan.early_exit(model.num_layers, 4)]
+    if gpu_bits(model.device, model.dtype):
+        model.rounded = fake_rounded
+        model.planned = FourBitBlocks(model)
+        plans.append(full.in_bits(4))
+    for capacity in 1024, 4096:
+        cache = model.new_cache(static_capacity(capacity))
+        for plan in plans:
+            gpu.StaticStep(model, cache, plan, gpu.run_compiled).compute()
+
+
+def compile_functions(vocab: int) -> None:
     """Call the functions of rows, as ``decoding.rows`` does."""
     probs = torch.empty(1, vocab, device="cuda")
-    for filters in (
-        (None, None, None, None),
-        (0.7, None, None, None),
-        (0.7, 0.9, None, None),
-        (0.7, None, 0.1, None),
-        (0.7, None, None, 50.0),
-        (0.7, 0.9, 0.1, 50.0),
-    ):
-        by_compiled_code(compiled(probabilities), probs, *filters)
-    uniform = torch.empty(1, dtype=torch.float64, device="cuda")
-    by_compiled_code(compiled(inverse_cdf), probs, uniform)
-    by_compiled_code(compiled(race_at), probs, torch.empty(1, dtype=torch.int64, device="cuda"))
+    one = torch.empty(1, dtype=torch.float64, device="cuda")
+    for filters in FILTERS:
+        by_compiled_code(gpu.compiled(probabilities), probs, *filters)
+    by_compiled_code(gpu.compiled(inverse_cdf), probs, one)
+    by_compiled_code(gpu.compiled(race_at), probs, one.long())
 
 
 def main(shape: str, capability: str, dtype: str) -> None:
     pretend(int(capability))
-    # torch refuses to move fake weights
-    nn.Module.to = lambda module, device: replace_tensors(
-        module, partial(torch.empty_like, device=device)
-    )
-    with TemporaryDirectory() as folder:
-        compiler = Compiler(Path(folder))
-        compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=compiler)
-        model = fake_model(shape, getattr(torch, dtype))
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            gpu.compiled = compiled
-            compile_steps(model)
-            blocks = len(compiler.graphs)
-            compile_functions(model.vocab_size, compiled)
-    print(json.dumps([compiler.graphs[:blocks], compiler.graphs[blocks:]]))
+    config = parse_config(json.loads(SHAPES.read_text())[shape])
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    gpu.compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=compile_graph)
+    with fake, torch.no_grad():
+        torch.set_default_dtype(getattr(torch, dtype))
+        with torch.device("cuda"):
+            model = build(config).requires_grad_(False)
+        torch.set_default_dtype(torch.float32)
+        compile_steps(model)
+        blocks = len(GRAPHS)
+        compile_functions(model.vocab_size)
+    print(json.dumps([GRAPHS[:blocks], GRAPHS[blocks:]]))
 
 
 @pytest.mark.prove
@@ -256,7 +219,7 @@ def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
     assert not done.returncode, done.stderr[-2000:]
     blocks, functions = json.loads(done.stdout)
     # blocks in the checkpoint's bits and in four
-    assert (len(blocks), len(functions)) == (2, 8)
+    assert (len(blocks), len(functions)) == (2, len(FILTERS) + 2)
     assert max(width for _, width in (*blocks, *functions)) <= WIDEST
     assert max(launches for launches, _ in blocks) <= 22
 

@@ -1,10 +1,10 @@
-"""Quantisation: error bounds of weights and inputs, edge cases, and low-bit twins: a plan in low
+"""Quantisation: error bounds of weights and inputs, edge cases, and low-bit copies: a plan in low
 bits computes with rounded weights, and copies nothing else.
 """
 
+import copy
 import shutil
 from dataclasses import replace
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from model.decoder import Decoder
-from model.families import build
 from model.fast.cpu import rounded
 from model.plan import FULL, LOW_BITS, LayerPlan
-from model.quantise import GROUP, RoundedLinear, Twins, quantise, round_inputs
+from model.quantise import GROUP, quantise, round_inputs
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 
@@ -79,11 +78,9 @@ def test_fitted_grids_beat_the_even_grid_where_the_product_matters() -> None:
     """With normal weights and inputs of unequal size the weighted error falls by at least a
     tenth.
     """
-    weight, importance = (
-        torch.randn(64, 256, generator=torch.Generator().manual_seed(0)),
-        torch.rand(256, generator=torch.Generator().manual_seed(1)) ** 4 + 1e-3,
-    )
-    low, high = (groups(weight).amin(2)[..., None], groups(weight).amax(2)[..., None])
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    importance = torch.rand(256, generator=torch.Generator().manual_seed(1)) ** 4 + 1e-3
+    low, high = torch.aminmax(groups(weight), dim=2, keepdim=True)
     step = (high - low) / LEVELS
     even = (((groups(weight) - low) / step).round() * step + low).flatten(1)
 
@@ -116,7 +113,7 @@ def test_inputs_are_rounded_with_a_scale_per_group(columns: int, seed: int) -> N
     assert torch.equal(round_inputs(torch.zeros(1, 40)), torch.zeros(1, 40))
 
 
-def unpacked(copy: Tensor, bits: int, rows: int, columns: int) -> tuple[Tensor, ...]:
+def unpacked(packed: Tensor, bits: int, rows: int, columns: int) -> tuple[Tensor, ...]:
     """Codes ``[rows, columns]``, scales and zeros of a copy that ``products.h`` draws."""
     groups = -(-columns // GROUP)
 
@@ -124,12 +121,12 @@ def unpacked(copy: Tensor, bits: int, rows: int, columns: int) -> tuple[Tensor, 
         return torch.stack((found & 15, found >> 4), 2).view(-1, groups, 8, LANES, 4)
 
     if bits == 8:
-        found = copy[:, : -4 * LANES].reshape(-1, groups, 512)
+        found = packed[:, : -4 * LANES].reshape(-1, groups, 512)
         codes = halves_of(found[..., :256]) + 16 * halves_of(found[..., 256:])
-        scales = copy[:, -4 * LANES :].reshape(-1).view(torch.float32)[:rows, None]
+        scales = packed[:, -4 * LANES :].reshape(-1).view(torch.float32)[:rows, None]
         zeros = torch.zeros_like(scales)
     else:
-        found = copy.view(-1, groups, 320)
+        found = packed.view(-1, groups, 320)
         codes = halves_of(found[..., :256])
         numbers = found[..., 256:].reshape(-1, groups, 4 * LANES).view(torch.bfloat16)
         pairs = numbers.view(-1, groups, LANES, 2).transpose(1, 2).reshape(-1, groups, 2)[:rows]
@@ -161,28 +158,21 @@ def test_compiled_rounding_has_the_bits_of_the_readable_one(
 TOKENS = torch.tensor([[0, 2, 1, 1, 0, 2]])
 
 
-@torch.inference_mode()
-def by_hand(model: Decoder, plan: LayerPlan) -> torch.Tensor:
-    """Logits of a model with rounded weights and inputs in the sublayers to which the plan gives
-    low bits.
-    """
-    other = build(model.config).to(model.dtype)
-    other.load_state_dict(model.state_dict())
+def on_rounded_weights(model: Decoder, plan: LayerPlan) -> Tensor:
+    """Logits of a copy whose weights and inputs are rounded where the plan gives low bits."""
+    other = copy.deepcopy(model)
+    if other.lm_head is None:
+        other.lm_head = nn.Linear(1, 1, bias=False)
+        other.lm_head.weight = copy.deepcopy(other.embed_tokens.weight)
+    parts = [(other.lm_head, plan.head)]
     for block, attention, mlp in zip(other.layers, plan.attention, plan.mlp, strict=True):
-        for sublayer, bits in ((block.self_attn, attention), (block.mlp, mlp)):
-            for product in sublayer.children() if bits not in (0, FULL) else ():
-                if not isinstance(product, nn.Linear):
-                    continue
-                product.weight.data = quantise(product.weight, bits).dequantised(model.dtype)
-                product.register_forward_pre_hook(lambda _, given: (round_inputs(given[0]),))
-    head = other.embed_tokens.weight if other.lm_head is None else other.lm_head.weight
-    head = head if plan.head == FULL else quantise(head, plan.head).dequantised(model.dtype)
-    skipping = LayerPlan.skipping(3, plan.skipped_attention, plan.skipped_mlp)
-    skipping = replace(skipping, window=plan.window)
-    hidden = other.norm(other.hidden(TOKENS, plan=skipping))
-    logits = (hidden if plan.head == FULL else round_inputs(hidden)) @ head.T
-    cap = model.config.final_soft_cap
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+        parts += [(each, attention) for each in block.self_attn.children()]
+        parts += [(each, mlp) for each in block.mlp.children()]
+    for part, bits in parts:
+        if bits in LOW_BITS and isinstance(part, nn.Linear):
+            part.weight.data = quantise(part.weight, bits).dequantised(model.dtype)
+            part.register_forward_pre_hook(lambda _, given: (round_inputs(given[0]),))
+    return other(TOKENS, plan=plan.in_bits(FULL, head=FULL))
 
 
 @settings(deadline=None, max_examples=30)
@@ -190,27 +180,22 @@ def by_hand(model: Decoder, plan: LayerPlan) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_in_bits_is_the_plan_on_rounded_weights(family: str, plan: LayerPlan) -> None:
     model = tiny_model(family)
-    expected = by_hand(model, plan)
+    expected = on_rounded_weights(model, plan)
     torch.testing.assert_close(model(TOKENS, plan=plan), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_twins_are_made_when_a_plan_asks_for_them_and_share_norms() -> None:
+def test_low_bit_copies_are_made_once_when_a_plan_asks_for_them_and_share_norms() -> None:
     model = tiny_model("gemma2")
-    new_product = Mock(side_effect=partial(RoundedLinear, model))
-    model.twins = Twins(model, new_product)
-    model(TOKENS, plan=LayerPlan.early_exit(3, 2))
-    assert not new_product.called
-    plan = LayerPlan((4, 0, FULL), (FULL, 8, 0), head=8)
+    made = model.planned.new_product = Mock(side_effect=model.planned.new_product)
+    model.prepare(LayerPlan.early_exit(3, 2))
+    assert not made.called
     for _ in range(2):
-        model.prepare(plan)
-    products = [call.args[1] for call in new_product.call_args_list]
-    assert sorted(products) == [4] * 4 + [8] * 4, "four of attention; MLP and head"
-    twin = model.twins.block(0, 4, FULL)
-    assert (
-        twin.input_layernorm is model.layers[0].input_layernorm and twin.mlp is model.layers[0].mlp
-    )
-    assert model.twins.block(2, FULL, 0) is model.layers[2]
-    assert len(list(model.parameters())) == len(list(build(model.config).parameters()))
+        model.prepare(LayerPlan((4, 0, FULL), (FULL, 8, 0), head=8))
+    bits = [call.args[1] for call in made.call_args_list]
+    assert sorted(bits) == [4] * 4 + [8] * 4, "four of attention; MLP and head"
+    block = model.planned.block(0, 4, FULL)
+    assert block.input_layernorm is model.layers[0].input_layernorm
+    assert block.mlp is model.layers[0].mlp and model.planned.block(2, FULL, 0) is model.layers[2]
 
 
 @pytest.mark.parametrize("wrong", [{"attention": (3, 0, 0)}, {"head": 0}, {"mlp": (16, 16)}])

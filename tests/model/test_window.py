@@ -2,16 +2,12 @@
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from model.decoder import Decoder
 from model.fast import accelerate
-from model.fast.gpu import StaticDecoder
 from model.layers import attend_causally
 from model.plan import FULL, SINKS, LayerPlan
 from tests.laws import tiny_model
@@ -55,45 +51,16 @@ def test_attention_is_that_to_the_keys_that_a_window_leaves(
             torch.testing.assert_close(found[0, head, row], expected, rtol=0, atol=1e-12)
 
 
-BACKENDS: dict[str, Callable[[Decoder], Decoder]] = {
-    "readable": lambda model: model,
-    "compiled": lambda model: accelerate(model.float()),
-    "static": lambda model: StaticDecoder(model, captures=False),
-}
-
-
-def logits_of(model: Decoder, plan: LayerPlan | None, text: Tensor) -> Tensor:
-    """Logits of the last five tokens, in one step under the plan."""
-    cache = model.new_cache(64)
-    model.prefill(text[:, :-5], cache)
-    return model(text[:, -5:], cache, text.shape[1] - 5, plan)
-
-
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@torch.inference_mode()
-def test_a_window_as_long_as_the_text_is_none_and_a_shorter_one_is_not(
-    family: str, backend: Callable[[Decoder], Decoder]
-) -> None:
-    """Bit for bit, but where the family's own window is shorter."""
-    model = backend(copy.deepcopy(tiny_model(family, vocab=11)))
-    text = torch.randint(11, (1, 30), generator=torch.Generator().manual_seed(1))
-    full = LayerPlan.full(3)
-    expected = logits_of(model, full, text)
-    assert torch.equal(logits_of(model, replace(full, window=30), text), expected)
-    assert not torch.equal(logits_of(model, replace(full, window=9), text), expected)
-
-
 @pytest.mark.parametrize("window", [1, 300, 700, None])
 @torch.inference_mode()
 def test_the_compiled_step_reads_the_same_keys_of_a_long_text(window: int | None) -> None:
     """As the readable blocks, over several of its chunks of keys; alone and in one step."""
     readable = tiny_model("llama", vocab=11).float()
+    fast = accelerate(copy.deepcopy(readable))
     text = torch.randint(11, (1, 1150), generator=torch.Generator().manual_seed(2))
     plan = replace(LayerPlan.full(3), window=window)
     found = []
-    for model, rows in ((readable, 5), (accelerate(copy.deepcopy(readable)), 5), (None, 1)):
-        model = model or accelerate(copy.deepcopy(readable))
+    for model, rows in ((readable, 5), (fast, 5), (fast, 1)):
         cache = model.new_cache(1150)
         model.prefill(text[:, :1145], cache)
         steps = [model(text[:, at : at + rows], cache, at, plan) for at in range(1145, 1150, rows)]
@@ -102,8 +69,9 @@ def test_the_compiled_step_reads_the_same_keys_of_a_long_text(window: int | None
     assert torch.equal(found[2], found[1])
 
 
-def test_a_plan_keeps_its_window_in_other_bits_and_has_at_least_one_key() -> None:
+def test_a_plan_keeps_window_and_skipped_layers_in_other_bits_and_has_at_least_one_key() -> None:
     plan = replace(LayerPlan.early_exit(3, 2), window=5)
     assert plan.in_bits(4) == LayerPlan((4, 4, 0), (4, 4, 0), 8, 5) != plan
+    assert plan.skipped_attention == plan.skipped_mlp == [2]
     with pytest.raises(ValueError, match="at least 1 key, found 0"):
         LayerPlan((FULL,), (FULL,), window=0)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from app import plan_file
 from app.plan_file import DraftPlan, read_plan
 from model.errors import InputError
-from model.fast import gpu_bits
+from model.fast.four_bits import gpu_bits
 from model.parallel import Cut, Shard
 from model.plan import LayerPlan
 from tests.configs import LLAMA3_ROPE
@@ -545,6 +545,6 @@ def test_a_gpu_has_four_bits_where_a_kernel_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr("model.fast.find_spec", lambda _: has_triton or None)
+    monkeypatch.setattr("model.fast.four_bits.find_spec", lambda _: has_triton or None)
     found = [gpu_bits(torch.device("cuda"), dtype) for dtype in (BF16, F16, F32)]
     assert found == [bfloat16, *[others if has_triton else ()] * 2]

@@ -1,0 +1,96 @@
+"""Blocks under a layer plan: a model's own, or copies with sublayers in low bits.
+
+A copy shares the norms of its block, and writes to the same cache.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.plan import FULL, LOW_BITS, LayerPlan
+from model.quantise import round_inputs
+
+Product = Callable[[Tensor], Tensor]  # ``[..., in]`` -> ``[..., out]``
+
+
+class RoundedLinear(nn.Module):
+    """Reference of a low-bit product: rounded weights and inputs in the model's dtype. It saves
+    neither time nor memory.
+    """
+
+    def __init__(self, model: nn.Module, product: nn.Linear | nn.Embedding, bits: int) -> None:
+        super().__init__()
+        self.weight = model.rounded(product, bits).dequantised(model.dtype)
+        self.bias = product.bias if isinstance(product, nn.Linear) else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(round_inputs(x), self.weight, self.bias)
+
+
+class PlannedBlocks:
+    """Blocks and head of a decoder under any plan.
+
+    A low-bit copy is made when a plan first asks for it, and kept. A subclass may make other
+    products than ``RoundedLinear``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.copies: dict[tuple[nn.Module, int], Product] = {}
+
+    def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
+        """Return the block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer
+        of 0 bits must not be called.
+        """
+        block = self.model.layers[layer]
+        copies = {
+            name: self._copy(getattr(block, name), bits, self.new_sublayer)
+            for name, bits in (("self_attn", attention), ("mlp", mlp))
+            if bits in LOW_BITS
+        }
+        return with_parts(block, copies) if copies else block
+
+    def blocks(self, plan: LayerPlan) -> Iterator[Callable[..., Tensor]]:
+        """Yield the block of each layer under a plan, to be called as ``block(x, positions,
+        cache)``.
+        """
+        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
+            block = self.block(layer, attention, mlp)
+            yield partial(block, attention=attention > 0, mlp=mlp > 0)
+
+    def head(self, bits: int) -> Product | None:
+        """Return the head in ``bits`` bits, for normed states ``[..., hidden]``; None for the
+        model's own.
+        """
+        if bits == FULL:
+            return None
+        return self._copy(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
+
+    def new_product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product:
+        """Return a new low-bit product in place of a linear layer, or of an embedding as head."""
+        return RoundedLinear(self.model, product, bits)
+
+    def new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
+        """Return a new copy of a sublayer, whose linear layers are low-bit products."""
+        products = {
+            name: self.new_product(part, bits)
+            for name, part in sublayer.named_children()
+            if isinstance(part, nn.Linear)
+        }
+        return with_parts(sublayer, products)
+
+    def _copy(self, module: nn.Module, bits: int, make: Callable[..., Product]) -> Product:
+        """Return the copy of a module, which ``make`` makes at the first call."""
+        if (module, bits) not in self.copies:
+            self.copies[module, bits] = make(module, bits)
+        return self.copies[module, bits]
+
+
+def with_parts(module: nn.Module, parts: dict[str, Product]) -> nn.Module:
+    """Return a copy of a module that has these ``parts``, and shares all others."""
+    changed = copy.copy(module)
+    changed._modules = module._modules | parts
+    return changed

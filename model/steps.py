@@ -1,0 +1,50 @@
+"""Interface of a model's steps: what the readable and the faster ones can do."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from model.cache import KVCache
+from model.plan import LayerPlan
+
+
+class Abilities(NamedTuple):
+    """Abilities of a model's steps on its device.
+
+    ``low_bits``: numbers of bits in which a draft takes less time; elsewhere low bits are only a
+    reference. ``shares_steps``: whether ``together`` computes several calls in one step.
+    ``why_rows_vary``: the reason why the bits of a position's logits depend on the other rows of
+    the step; None if they do not.
+    """
+
+    low_bits: tuple[int, ...] = ()
+    shares_steps: bool = False
+    why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
+
+
+class Steps:
+    """Base of every model: what it offers beyond the calls of ``decoding.model_port``.
+
+    The values here are those of the readable blocks; the classes of ``model.fast`` have others.
+    ``trouble`` is the reason why static steps fell back to the readable blocks, if they did.
+    """
+
+    abilities = Abilities()
+    trouble: str | None = None
+
+    def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
+        """Return the static step of a plan on this cache, made at the first call; None for readable
+        blocks, which have none.
+        """
+        return None
+
+    def together(
+        self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
+    ) -> list[Tensor]:
+        """Return the logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as
+        possible.
+
+        Each call has its own cache.
+        """
+        return [self(*call, plan) for call in calls]
