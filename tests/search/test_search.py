@@ -1,4 +1,4 @@
-"""Search: acceptance of a pass, sums of costs, the optimum that it finds, its command, its picture,
+"""Search: acceptance of a pass, sums of costs, the optimum that it finds, its command and pictures,
 and wrong input.
 """
 
@@ -9,10 +9,10 @@ import operator
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ from decoding.sampling import SamplingParams, distribution
 from model.decoder import Decoder
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search import __main__ as command
-from search import costs
+from search import compare, costs
 from search.acceptance import Calibration, accepted_by_race, accepted_by_ratio
+from search.compare import best_so_far
 from search.costs import CostModel, measure_costs, parts_of
 from search.plots import best_values, front, importances
 from search.study import (
     SAMPLERS,
     Prediction,
-    best_so_far,
     early_exits,
     finished,
     first_plans,
@@ -39,6 +39,7 @@ from search.study import (
     parameters,
     plan_of,
     space_of,
+    sublayers,
 )
 from search.texts import Continuation, split_texts
 from tests.calls import interrupted, recorded, status_of
@@ -113,8 +114,9 @@ def test_one_pass_measures_the_acceptance_of_every_first_draft_step(
     for plan in (
         LayerPlan.early_exit(3, 1),
         LayerPlan.skipping(3, [0, 2], [1]),
-        LayerPlan((4, FULL, 0), (8, 0, 4), head=8),
+        LayerPlan((4, FULL, 0), (8, 0, 4), head=8, window=2),
         LayerPlan.full(3),
+        replace(LayerPlan.full(3), window=3),
     ):
         expected = by_single_steps(model, plan, calibration.params, coupling)
         assert calibration.acceptance(plan) == pytest.approx(expected, abs=1e-9)
@@ -137,14 +139,17 @@ def test_the_mean_acceptance_of_a_rule_is_the_published_one() -> None:
 
 def test_parameters_and_plan_are_inverse() -> None:
     for bits in itertools.product([FULL, *LOW_BITS, 0], repeat=4):
-        plan = LayerPlan(bits[:2], bits[2:], head=bits[0] or LOW_BITS[0])
+        plan = LayerPlan(bits[:2], bits[2:], head=bits[0] or LOW_BITS[0], window=bits[1] or None)
         assert plan_of(parameters(plan)) == plan
 
 
 def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
+    """Attentions under a window have costs of their own."""
     plan = LayerPlan((4, 8, 0), (0, FULL, 4), head=8)
     assert parts_of(plan) == {"attn 4": 1, "attn 8": 1, "mlp 16": 1, "mlp 4": 1, "head 8": 1}
     assert COSTS.step(plan) == pytest.approx(0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12)
+    parts = {"attn 4 of 7": 1, "attn 8 of 7": 1, "mlp 16": 1, "mlp 4": 1, "head 8": 1}
+    assert parts_of(replace(plan, window=7)) == parts
 
 
 def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost() -> None:
@@ -161,12 +166,30 @@ def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost() -> N
         assert quotients[length - 1] == pytest.approx(speedup)
 
 
-def test_costs_are_measured_for_every_part_and_length(tmp_path: Path) -> None:
+def test_costs_are_the_differences_of_timed_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that ticks once for each key that an attention or MLP of a draft may see, and
+    twice for its head; a round without its draft steps takes ten ticks and one for each row.
+    """
+
+    def seconds(session: object, cache: object, prompt: object, drafter: Any, gamma: int) -> float:
+        plan = getattr(drafter, "plan", None)
+        seen = 0 if plan is None else (plan.window or 30) * len(plan.attention_layers)
+        mlps = 0 if plan is None else plan.num_layers - len(plan.skipped_mlp)
+        return 10 + gamma + (gamma * (2 + seen + mlps) if plan else 0)
+
+    monkeypatch.setattr(costs, "seconds_of_round", seconds)
     session = command.Session(Options(model=str(write_folder(tmp_path, LLAMA)), device="cpu"))
-    costs = measure_costs(session, [[1, 2, 3, 4]], [4, FULL])
-    assert {*costs.parts} == {f"{kind} {b}" for kind in ("attn", "mlp", "head") for b in (4, 16)}
-    assert costs.verify[0] == 1 and len(costs.verify) == 9 and min(costs.verify) > 0
-    assert min(costs.parts.values()) >= 0
+    found = measure_costs(session, [[1, 2, 3, 4]], [4, FULL], [None, 7])
+    assert found.verify == [(10 + length) / 10 for length in range(9)]
+    parts = {"head": 0.2, "mlp": 0.1, "attn": 3.0, "attn of 7": 0.7}
+    expected = {
+        " of ".join([f"{kind} {bits}", *window]): cost
+        for bits in (4, FULL)
+        for (kind, *window), cost in ((each.split(" of "), cost) for each, cost in parts.items())
+    }
+    assert found.parts == pytest.approx(expected)
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
@@ -180,12 +203,12 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
         rate = calibration.acceptance(plan)
         return Prediction(*COSTS.best(rate, COSTS.step(plan)), rate)
 
-    full = parameters(LayerPlan.full(3))
+    full = LayerPlan.full(3)
     importance = {
-        name: 1 - calibration.acceptance(plan_of({**full, name: 0}))
-        for name in full.keys() - {"head"}
+        name: 1 - calibration.acceptance(plan_of({**parameters(full), name: 0}))
+        for name in sublayers(full)
     }
-    space = {**space_of(3, [0]), "head": [FULL]}
+    space = space_of(3, [0])
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
     first = first_plans(importance, space)
     found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
@@ -201,22 +224,28 @@ def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
 
 
 def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
-    """Exits, the least important sublayers skipped, uniform bits, and the first two in few bits."""
-    lost = {name: 0.5 for name in SPACE if name != "head"} | {"attn 2": 0.01, "mlp 1": 0.02}
-    plans = first_plans(lost, SPACE)
-    full, fewest = LayerPlan.full(4), {"bits": min(LOW_BITS), "head": max(LOW_BITS)}
+    """Exits, the least important sublayers skipped, all sublayers in each number of bits and under
+    each window, and the first two in few bits.
+    """
+    full = LayerPlan.full(4)
+    lost = dict.fromkeys(sublayers(full), 0.5) | {"attn 2": 0.01, "mlp 1": 0.02}
+    plans = first_plans(lost, space_of(4, (0, *LOW_BITS), [7]))
+    fewest = {"bits": min(LOW_BITS), "head": max(LOW_BITS)}
     exit, thinned = LayerPlan.early_exit(4, 1), LayerPlan.skipping(4, [2], [])
     kinds = [exit, thinned, full.in_bits(**fewest), exit.in_bits(**fewest)]
     assert plans[:5] == [*kinds, thinned.in_bits(**fewest)]
-    assert LayerPlan.skipping(4, [2], [1]) in plans and {*early_exits(4)} <= {*plans}
+    assert {LayerPlan.skipping(4, [2], [1]), *early_exits(4)} <= {*plans}
+    assert {replace(each, window=7) for each in (full, full.in_bits(**fewest))} <= {*plans}
     assert len(set(plans)) == len(plans) and full not in plans
-    # a model of one layer has some, too
-    assert first_plans({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
-    for bits in ([0], [8, 4]):
-        used = [
-            {*plan.attention, *plan.mlp, plan.head} for plan in first_plans(lost, space_of(4, bits))
-        ]
-        assert used and set().union(*used) <= {*bits, FULL}, "none but those that may be tried"
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("bits", [[0], [8, 4]])
+def test_starts_have_only_the_bits_that_may_be_tried(layers: int, bits: list[int]) -> None:
+    lost = dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.1)
+    plans = first_plans(lost, space_of(layers, bits))
+    used = {each for plan in plans for each in (*plan.attention, *plan.mlp, plan.head)}
+    assert used and used <= {*bits, FULL}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -241,10 +270,10 @@ def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() 
     (dots, _) = front(found, COSTS).axes[0].collections[-2:]
     assert dots.get_array().tolist() == [16, 4, 8, 6]
     for layers in (2, 30):
-        lost = {name: 0.9 for name in space_of(layers, [0]) if name != "head"}
+        lost = dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.9)
         lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
         assert list(faults(lambda lost=lost, lines=lines: importances(lost, lines))) == []
-    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in command.SEARCHES}
+    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in compare.WAYS}
     assert list(faults(lambda: best_values(curves, 2))) == []
 
 
@@ -272,7 +301,7 @@ def arguments(folder: Path, *more: object) -> list[str]:
 
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "measure_costs", lambda *how: COSTS)
+    monkeypatch.setattr(command, "measure_costs", lambda *how: COSTS)
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -335,9 +364,24 @@ def test_costs_are_measured_once_for_all_studies_of_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    measure = Mock(side_effect=[COSTS, AssertionError("again")])
-    monkeypatch.setattr(costs, "measure_costs", measure)
-    assert [costs.kept_costs(None, [], [], "a study") for _ in range(2)] == [COSTS, COSTS]
+    measured = iter([COSTS])
+    assert [costs.kept_costs("a study", lambda: next(measured)) for _ in range(2)] == [COSTS] * 2
+
+
+@pytest.mark.parametrize(("context", "windows"), [(20, [None]), (80, [None, 7])])
+def test_a_plan_may_have_a_window_where_prompts_are_long(
+    context: int, windows: list[int | None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt has the documents' tokens before the request's."""
+    monkeypatch.setattr(command, "LONG", 60)
+    monkeypatch.setattr(command, "WINDOWS", (7,))
+    seen = recorded(
+        monkeypatch, command, "optimise", lambda study, _, space, trials: (study, space)
+    )
+    assert command.main(arguments(folder, "--trials", 3, "--context", context)) == 0
+    [(study, space)] = seen
+    assert space["window"] == windows
+    assert ("attn 16 of 7" in study.user_attrs["costs"]["parts"]) == (7 in windows)
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -347,7 +391,7 @@ def test_samplers_are_compared_by_searches_of_their_own(
     options = ["--out", tmp_path / "plan.json", "--trials", 7, "--compare-samplers", 2]
     assert command.main(arguments(folder, *options, "--plots", tmp_path)) == 0
     said = capfd.readouterr().err
-    assert all(f"{name}: " in said for name in command.SEARCHES)
+    assert all(f"{name}: " in said for name in compare.WAYS)
     assert (tmp_path / "samplers.svg").exists()
 
 
@@ -358,7 +402,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     confirm = command.confirm
 
     def half_as_fast(*given: object) -> object:
-        return [(chosen, {**row, "speed-up": 0.5}) for chosen, row in confirm(*given)]
+        return [result._replace(speedup=0.5) for result in confirm(*given)]
 
     interrupted(monkeypatch, CostModel, "best", 6)
     monkeypatch.setattr(command, "confirm", half_as_fast)
@@ -379,6 +423,8 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
         (["--plots", "/dev/null/x"], "/dev/null/x cannot be read or written"),
         (["--calibration", "/nowhere.txt"], "/nowhere.txt cannot be read"),
         (["--max-new-tokens", 4], "and 32 tokens after them in all"),
+        (["--context", 250], "at least 3 prompts that fit the model's context"),
+        (["--context", 10**6], "--context 1000000: the documents have"),
         (
             ["--calibration", Path(__file__).with_name("__init__.py")],
             "a search needs at least 3 prompts",
