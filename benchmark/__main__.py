@@ -81,7 +81,8 @@ OPTIONS: Groups = {
             "nargs": "+",
             "default": (),
             "metavar": "N",
-            "help": "measure texts after prompts of N tokens, beside them only what --only names",
+            "help": "measure texts after N tokens of this project's documents and a request, beside"
+            " them only what --only names",
         },
         "--prompts": {
             "choices": [*PROMPTS, "stories"],

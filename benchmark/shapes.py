@@ -19,12 +19,12 @@ from app.plan_file import LONGEST_DRAFT
 from app.session import accelerated
 from app.table import Row
 from benchmark.timing import spread, take_turns, timed
-from decoding.rounds import expected_speedup
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.errors import InputError
 from model.families import build
 from model.plan import LayerPlan
+from search.costs import CostModel
 from weights.memory import check_fits, estimate, has_memory_for, parameter_count
 
 NAMED = Path(__file__).with_name("shapes.json")
@@ -37,7 +37,7 @@ Drafting = tuple[Any, Any, LayerPlan | None]  # a model that drafts, its cache, 
 
 
 @torch.inference_mode()
-def measure_costs(model: Decoder, cache: Any, drafts: Mapping[str, Drafting]) -> list[Row]:
+def measure_steps(model: Decoder, cache: Any, drafts: Mapping[str, Drafting]) -> list[Row]:
     """Return the costs of verifications by a model and of draft steps, in its plain steps."""
     steps: dict[Any, Any] = {
         ("verification", rows, 1): partial(run_steps, (model, cache, None), rows, 1)
@@ -108,21 +108,13 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
     if model.abilities.low_bits and has_memory_for(model, [low_bits]):
         plans |= {"low bits": low_bits, "exit in low bits": early.in_bits(4)}
     drafts = {name: (model, cache, plan) for name, plan in plans.items()}
-    rows = measure_costs(model, cache, drafts)
-    verify = {row["tokens"]: row["plain rounds"] for row in rows[: len(ROWS)]}
+    rows = measure_steps(model, cache, drafts)
+    verify = [row["plain rounds"] for row in rows[: len(ROWS)]]
+    costs = CostModel({}, np.interp(range(1, LONGEST_DRAFT + 2), ROWS, verify).tolist())
     for row in rows[len(ROWS) :]:
-        row |= {f"at {a}": best_speedup(a, row["plain rounds"], verify) for a in ACCEPTANCES}
+        row |= {f"at {a}": costs.best(a, row["plain rounds"])[0] for a in ACCEPTANCES}
     for count in PROMPTS:
         ids = torch.zeros(1, count, dtype=torch.int64, device=device)
         _, seconds = timed(device, model.prefill, ids, cache)
         rows.append({"step": "prompt", "tokens": count, "ms": 1e3 * seconds})
     return [size | row for row in rows]
-
-
-def best_speedup(rate: float, step: float, verify: Mapping[int, float]) -> float:
-    """Return the expected speed-up of drafts at an acceptance rate, at their best length.
-
-    ``verify`` has the costs of verifications by their tokens; those between are interpolated.
-    """
-    costs = np.interp(range(2, LONGEST_DRAFT + 2), [*verify], [*verify.values()])
-    return max(expected_speedup(rate, k, step, float(cost)) for k, cost in enumerate(costs, 1))

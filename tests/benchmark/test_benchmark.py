@@ -85,7 +85,7 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     def write(name: str, seconds: float, token: int, told: float | None, case: Case) -> Written:
         calls.append((case.number, name))
         clock[0] += seconds * case.count
-        return Written([case.ids[0] or token] * case.count, [ROUND] if told else [], told)
+        return Written([[case.ids[0] or token] * case.count], [ROUND] if told else [], told)
 
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
     ways = {
@@ -99,6 +99,7 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     assert turns == [{(number, name) for name in ways} for number in (0, 0, 1, 2)]
     assert [row["seconds"] for row in rows] == [[20, 20, 40], [10, 10, 20], [10, 10, 10]]
     assert [row["equal"] for row in rows] == ["3/3", "3/3", "2/3"]
+    assert {row["repeated"] for row in rows} == {(6 + 6 + 16) / (7 + 7 + 17)}
     b = rows[2]
     assert (b["x"], b["y"], b["accepted"], b["a round"]) == (2, 4, 1 / 3, 2)
     assert b["speed-up"] == {"median": 2, "lowest": 2, "highest": 4}
