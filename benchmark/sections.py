@@ -20,6 +20,7 @@ from app.files import read_json
 from app.options import Options
 from app.session import Session
 from app.table import Row
+from benchmark.adaptive import record, simulated_speedups
 from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
@@ -225,6 +226,16 @@ def write_together(
     return Written(texts, seconds=whole - reading)
 
 
+def adaptive_section(bench: Bench) -> list[Row]:
+    """Simulated speed-up by the cost of a draft step, for each draft length and the adaptive exit.
+
+    By the drafts of the first early exit at every position of greedy texts.
+    """
+    first, *_ = (options for options in bench.drafts.values() if options.draft == "exit")
+    greedy = first.merged({"temperature": 0.0})
+    return simulated_speedups([record(bench.session, greedy, case) for case in bench.cases])
+
+
 DEFAULT = ("costs", "speed", "first-token")
 SECTIONS = {  # in the order in which they are measured
     "costs": costs_section,
@@ -233,4 +244,5 @@ SECTIONS = {  # in the order in which they are measured
     "structured": structured_section,
     "context": context_section,
     "together": together_section,
+    "adaptive": adaptive_section,
 }
