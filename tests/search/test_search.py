@@ -19,7 +19,6 @@ import torch
 
 from app.options import Options
 from app.plan_file import read_plan
-from decoding.rounds import expected_tokens
 from decoding.sampling import SamplingParams, distribution
 from model.decoder import Decoder
 from model.plan import FULL, LOW_BITS, LayerPlan
@@ -47,7 +46,6 @@ from tests.configs import FAMILIES
 from tests.folders import LLAMA, write_folder
 from tests.laws import prefilled, tiny_model
 from tests.pictures import faults
-from tests.refusal import refusal
 from weights.load import model_fingerprint
 
 BITS = (*LOW_BITS, FULL)
@@ -152,18 +150,18 @@ def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
     assert parts_of(replace(plan, window=7)) == parts
 
 
-def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost() -> None:
+@pytest.mark.parametrize(("rate", "step"), [(0.8, 0.2), (0.3, 0.4), (0.99, 0.01)])
+def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost(
+    rate: float, step: float
+) -> None:
     """(1 - α^(γ+1)) / (1 - α) over γ·c + v: 3.36 tokens over 2.1 at α .8 and γ 4 with c .2."""
-    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / 0.2) == pytest.approx(3.3616)
     costs = CostModel({}, [1.0, 1.1, 1.2, 1.25, 1.3])
-    for rate, step in ((0.8, 0.2), (0.3, 0.4), (0.99, 0.01)):
-        quotients = [
-            (1 - rate ** (length + 1)) / (1 - rate) / (length * step + costs.verify[length])
-            for length in range(1, 5)
-        ]
-        speedup, length = costs.best(rate, step)
-        assert speedup == pytest.approx(max(quotients))
-        assert quotients[length - 1] == pytest.approx(speedup)
+    quotients = [
+        (1 - rate ** (length + 1)) / (1 - rate) / (length * step + costs.verify[length])
+        for length in range(1, 5)
+    ]
+    best = max(quotients)
+    assert costs.best(rate, step) == (pytest.approx(best), 1 + quotients.index(best))
 
 
 def test_costs_are_the_differences_of_timed_plans(
@@ -265,16 +263,19 @@ def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() 
     plans = [LayerPlan.full(6), LayerPlan.full(6).in_bits(4), LayerPlan.early_exit(6, 3)]
     plans.append(LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8))
     found = {plan: Prediction(1.3, 2, 0.9 - at / 5) for at, plan in enumerate(plans)}
-    for some in (found, {plans[0]: found[plans[0]]}):
-        assert list(faults(lambda some=some: front(some, COSTS))) == []
-    (dots, _) = front(found, COSTS).axes[0].collections[-2:]
-    assert dots.get_array().tolist() == [16, 4, 8, 6]
-    for layers in (2, 30):
-        lost = dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.9)
-        lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
-        assert list(faults(lambda lost=lost, lines=lines: importances(lost, lines))) == []
+    lost = [dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.9) for layers in (2, 30)]
+    lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
     curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in compare.WAYS}
-    assert list(faults(lambda: best_values(curves, 2))) == []
+    for draw in (
+        lambda: front(found, COSTS),
+        lambda: front({plans[0]: found[plans[0]]}, COSTS),
+        lambda: importances(lost[0], lines),
+        lambda: importances(lost[1], lines),
+        lambda: best_values(curves, 2),
+    ):
+        assert [*faults(draw)] == []
+    dots = front(found, COSTS).axes[0].collections[-2]
+    assert dots.get_array().tolist() == [16, 4, 8, 6]
 
 
 def test_every_prompt_is_searched_on_or_held_out() -> None:
@@ -305,18 +306,20 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_the_command_writes_a_plan_and_a_picture_and_goes_on_with_its_study(
+def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_with_its_study(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, plots = tmp_path / "plan.json", tmp_path / "plots"
-    assert command.main(arguments(folder, "--out", out, "--trials", 6, "--plots", plots)) == 0
+    more = ["--out", out, "--trials", 6, "--plots", plots, "--compare-samplers", 2]
+    assert command.main(arguments(folder, *more)) == 0
     written = json.loads(out.read_text())
     assert written["model"] == model_fingerprint(folder)
     gamma = read_plan(out, 2, folder).gamma
     assert gamma == written["gamma"] and (gamma > 0) == (written["measured_speedup"] > 1)
-    assert {path.name for path in plots.iterdir()} == {"front.svg", "importance.svg"}
+    assert {path.stem for path in plots.iterdir()} == {"front", "importance", "samplers"}
     said = " ".join(capfd.readouterr().err.split())
     assert "with 6 trials no sampler is asked" in said
+    assert all(f"{name}: " in said for name in compare.WAYS)
     assert re.search("importance by layer, attention [▁▂▃▄▅▆▇█]{2}]", said)
     named = shlex.quote(str(folder))
     use = f'python generate.py "Your prompt" --model {named} --draft skip --plan {out}'
@@ -385,17 +388,6 @@ def test_a_plan_may_have_a_window_where_prompts_are_long(
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_samplers_are_compared_by_searches_of_their_own(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--out", tmp_path / "plan.json", "--trials", 7, "--compare-samplers", 2]
-    assert command.main(arguments(folder, *options, "--plots", tmp_path)) == 0
-    said = capfd.readouterr().err
-    assert all(f"{name}: " in said for name in compare.WAYS)
-    assert (tmp_path / "samplers.svg").exists()
-
-
-@pytest.mark.usefixtures("known_costs")
 def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_not_pay(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,19 +422,21 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
             "a search needs at least 3 prompts",
         ),
         (["--temperature", -1], "temperature must be at least 0"),
+        (["--out", "text.json"], "text.journal is not a search's journal"),
+        (["--out", "json.json"], "json.journal is not a search's journal"),
     ],
 )
 @pytest.mark.usefixtures("known_costs")
 def test_bad_input_is_refused_in_one_line(
-    options: list[object], complaint: str, folder: Path, capfd: pytest.CaptureFixture[str]
+    options: list[object],
+    complaint: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(folder.parent)
+    Path("text.journal").write_text("not a journal\nat all\n")
+    Path("json.journal").write_text('{"op_code": 99}\n')
     assert status_of(command.main, arguments(folder, *options)) == 2
     said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[")]
     assert len(said) == 1 and said[0].startswith("error: ") and complaint in said[0]
-
-
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.journal"
-    for damaged in ("not a journal\nat all\n", '{"op_code": 99}\n'):
-        path.write_text(damaged)
-        assert "not a search's journal" in refusal(open_study, path, "name", "tpe", 0)
