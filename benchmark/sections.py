@@ -40,7 +40,10 @@ TURNS = 3  # of all but the texts of "speed", of which there are many
 @dataclass
 class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
-    options of each draft, the ways of other libraries, and the number of turns of the others.
+    options of each draft, and the ways of other libraries.
+
+    ``turns`` is the number of turns of the other sections. ``contexts`` are the tokens of long
+    prompts.
     """
 
     session: Session
@@ -48,7 +51,7 @@ class Bench:
     drafts: dict[str, Options]
     libraries: dict[str, Way] = field(default_factory=dict)
     turns: int = TURNS
-    contexts: Sequence[int] = ()  # tokens of long prompts
+    contexts: Sequence[int] = ()
 
     def measure(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]

@@ -147,20 +147,22 @@ def run(options: argparse.Namespace) -> int:
     """Run a search and write its plan; returns the exit status. Wrong input is refused before the
     long work.
     """
+    # 1. The settings name the study, and its files.
     prompts = read_prompts(options.calibration)
     shared = ("model", "device", "dtype", "max_new_tokens", "coupling", "temperature", "seed")
     session = Session(Options(**{name: getattr(options, name) for name in shared}))
     if options.context:
         prompts = after_documents(session, prompts, options.context)
     settings = settings_of(session, options, prompts)
-    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    out = options.out or place_of_plan(session.folder, name)
+    study_name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    out = options.out or place_of_plan(session.folder, study_name)
     check_place(out)
     session.check_memory()
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
     journal = (options.out or session.folder / "plan").with_suffix(".journal")
-    study = open_study(journal, name, options.sampler, options.seed)
+    study = open_study(journal, study_name, options.sampler, options.seed)
+    # 2. The target writes the texts, on which plans are predicted with costs measured once.
     searched, held_out = split_texts(plain_texts(session, prompts))
     is_long = min(len(text.prompt) for text in searched) >= LONG
     space = space_of(session.model.num_layers, options.bits, WINDOWS if is_long else ())
@@ -175,6 +177,7 @@ def run(options: argparse.Namespace) -> int:
         acceptance = calibration.acceptance(plan)
         return Prediction(*costs.best(acceptance, costs.step(plan)), acceptance)
 
+    # 3. Trials predict plans.
     first = first_plans(importance, space)
     announce(importance, len(first), options.trials)
     status = 0
@@ -183,11 +186,12 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
         say("interrupted: the same command continues the search")
+    # 4. The best plans decode, and the fastest is written.
     if found := predictions_of(study):
         plans = plans_to_confirm(options, session, found, predict, out)
         results = confirm(session, held_out, {plan: predict(plan) for plan in plans})
         Console(width=None if sys.stdout.isatty() else 120).print(result_table(results))
-        if write_result(out, results[0], settings, name):
+        if write_result(out, results[0], settings, study_name):
             say(
                 f'to use it: python generate.py "Your prompt" --model {shlex.quote(options.model)}'
                 f" --draft skip --plan {shlex.quote(str(out))}"
@@ -271,9 +275,8 @@ def plans_to_confirm(
     predict: Predict,
     out: Path,
 ) -> list[LayerPlan]:
-    """Return the best plans found. If sublayers may be skipped, the best early exit is among them,
-    tried or not, and so is the plan that this search wrote before: neither is replaced by a slower
-    one.
+    """Return the best plans found, the best early exit, tried or not, if sublayers may be skipped,
+    and the plan that this search wrote before, if any: neither is replaced by a slower one.
     """
     layers = session.model.num_layers
     plans = [*islice(found, CONFIRMED)]
