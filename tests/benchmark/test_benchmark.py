@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import generate
-from app.drafts import START_GREEDY
 from benchmark import __main__ as command
 from benchmark import sections, timing
-from benchmark.adaptive import record, simulate
+from benchmark.adaptive import POLICIES, record, simulate
 from benchmark.picture import picture
 from benchmark.ways import Case, Written, find_drafts, write
-from decoding.policies import AdaptiveExit, FixedLength
 from decoding.rounds import Round
 from tests.calls import status_of
 from tests.commands import Outcome
@@ -76,14 +74,18 @@ def test_the_picture_of_a_report_is_in_order(report: dict[str, Any]) -> None:
     assert [*faults(lambda: picture({name: report[name] for name in sections.SECTIONS}))] == []
 
 
-@pytest.mark.parametrize("given", [{"gamma": 3}, {"gamma": 8, "adaptive": True}])
-def test_a_simulated_text_takes_the_rounds_of_a_written_one(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("policy", "given"),
+    [("length 3", {"gamma": 3}), ("adaptive exit", {"gamma": 8, "adaptive": True})],
+)
+def test_a_simulated_text_takes_the_rounds_of_a_written_one(
+    policy: str, given: dict[str, Any]
+) -> None:
     options = {"draft": "exit", "exit_layer": 4, "max_new_tokens": 60}
     session = generate.load("tiny-llama", device="cpu", dtype="float32", **options)
     case = Case("", session.encode("Once upon a time"), 60)
     written = write(session, session.new_slot(128), session.options.merged(given), case)
-    policies = {"gamma": FixedLength(3), "adaptive": AdaptiveExit(START_GREEDY)}
-    found = simulate(policies[[*given][-1]], record(session, session.options, case))
+    found = simulate(POLICIES[policy](), record(session, session.options, case))
     drafted = sum(len(round.drafted) for round in written.rounds)
     assert found == (len(written.rounds), drafted) and drafted > len(written.rounds)
 
