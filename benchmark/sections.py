@@ -117,8 +117,7 @@ def costs_section(bench: Bench) -> list[Row]:
         if options.draft not in ("lookup", "auto") and not options.adaptive:
             sample = begin(session, options, Case("", [0], 1))
             drafters[name] = strategy_of(session, sample, slot, session.model).drafter
-    drafts = {name: (each.model, each.cache, each.plan) for name, each in drafters.items()}
-    return measure_steps(session.model, slot.cache, drafts)
+    return measure_steps(session.model, slot.cache, drafters)
 
 
 def speed_section(bench: Bench) -> list[Row]:

@@ -10,6 +10,7 @@ import torch
 from app.files import read_json
 from benchmark import __main__ as command
 from benchmark import rounds, shapes, timing
+from decoding.drafters import ModelDrafter
 from model.plan import LayerPlan
 from tests.folders import LLAMA
 from tests.laws import tiny_model
@@ -39,8 +40,8 @@ def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
     """
     clock = [0.0]
 
-    def step(drafting: shapes.Drafting, rows: int, count: int, turn: int = 0) -> None:
-        clock[0] += count * (0.5 if drafting[2] else 2 + 0.5 * (rows - 1))
+    def step(drafter: ModelDrafter, rows: int, count: int, turn: int = 0) -> None:
+        clock[0] += count * (0.5 if drafter.plan else 2 + 0.5 * (rows - 1))
 
     monkeypatch.setattr(shapes, "run_steps", step)
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
