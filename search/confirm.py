@@ -101,9 +101,10 @@ def write_result(path: Path, best: Confirmed, settings: Mapping[str, Any], study
     }
     draft = DraftPlan(best.plan, predicted.gamma if pays else 0, None, predicted.acceptance)
     write_plan(path, draft, settings["model"], provenance)
-    speed = f"{path}: {best.speedup:.2f} times plain decoding"
-    if pays:
-        say(f"{speed}, drafts of up to {predicted.gamma} tokens")
-    else:
-        say(f"{speed}: no plan beats plain decoding, so --draft skip decodes plainly")
+    told = (
+        f", drafts of up to {predicted.gamma} tokens"
+        if pays
+        else ": no plan beats plain decoding, so --draft skip decodes plainly"
+    )
+    say(f"{path}: {best.speedup:.2f} times plain decoding{told}")
     return pays

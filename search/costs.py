@@ -139,9 +139,9 @@ def measure_costs(
     parts: dict[str, float] = {}
     for plan in plans:
         step = max(0.0, cost[plan] - cost[GAMMA]) / GAMMA
-        (head, _), *sublayers = parts_of(plan).items()
-        parts.setdefault(head, step)  # by the head alone, which comes first
-        for part, count in sublayers:
+        (head, _), *others = parts_of(plan).items()
+        parts.setdefault(head, step)  # of the head alone, whose plan comes first
+        for part, count in others:
             parts[part] = max(0.0, step - parts[head]) / count
     return CostModel(parts, [cost[length] for length in lengths])
 
