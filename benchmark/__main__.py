@@ -81,7 +81,8 @@ OPTIONS: Groups = {
             "nargs": "+",
             "default": (),
             "metavar": "N",
-            "help": "measure texts after prompts of N tokens, beside them only what --only names",
+            "help": "measure texts after N tokens of this project's documents and a request, beside"
+            " them only what --only names",
         },
         "--prompts": {
             "choices": [*PROMPTS, "stories"],
@@ -149,11 +150,12 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, str, list[Row]]
         yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
     for shape in options.rounds:
         yield "rounds", f"{shape} in {dtype}", rounds.measure_rounds(shape, dtype, device)
-    bench = None if options.shape or options.rounds else prepare(options)
-    of_context = ["context"] if options.context else []
-    wanted = [*options.only, *of_context] or sections.DEFAULT
+    if options.shape or options.rounds:
+        return
+    bench = prepare(options)
+    wanted = [*options.only, *["context"] * bool(options.context)] or sections.DEFAULT
     for name, section in sections.SECTIONS.items():
-        if bench and name in wanted:
+        if name in wanted:
             yield name, f"{bench.session.name}: {section.__doc__.splitlines()[0]}", section(bench)
 
 

@@ -16,6 +16,12 @@ PANELS = {
     "context": ("Speed-up after long prompts", "context", "speed-up", "decoder"),
     "first-token": ("Time to the first token", "tokens", "ms", "decoder"),
     "together": ("Texts written together", "texts", "tokens/s", "decoder"),
+    "adaptive": (
+        "Simulated speed-up by the cost of a draft step",
+        "draft step",
+        "speed-up",
+        "decoder",
+    ),
     "rounds": ("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
     "shapes": ("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
 }

@@ -29,8 +29,8 @@ COPIED = 1 << 28  # bytes, by whose copies the bandwidth is measured
 COPIES = 20
 
 
-def forced(rate: float) -> Verify:
-    """Return the race with a verdict that ignores it: a drafted token is accepted at this rate."""
+def accepting(rate: float) -> Verify:
+    """Return the race with another verdict: each drafted token is accepted at this rate."""
     generator = torch.Generator().manual_seed(0)
 
     def verify(
@@ -51,7 +51,7 @@ def seconds_per_token(model: Decoder, plan: LayerPlan | None, rate: float) -> fl
     text = Text([0], Rules(TOKENS), model)
     policy = FixedLength(DRAFTED if plan else 0)
     randomness = Rule("race", 0).randomness(model.device)
-    rounds = speculate(model, cache, text, drafter, policy, PARAMS, randomness, forced(rate))
+    rounds = speculate(model, cache, text, drafter, policy, PARAMS, randomness, accepting(rate))
     next(rounds)  # compiles and captures
     written, seconds = timed(model.device, lambda: sum(len(round.emitted) for round in rounds))
     return seconds / written

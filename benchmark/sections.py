@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import chain, compress, cycle, islice
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -20,11 +20,12 @@ from app.files import read_json
 from app.options import Options
 from app.session import Session
 from app.table import Row
-from benchmark.shapes import ROWS, measure_costs
+from benchmark.adaptive import record, simulated_speedups
+from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
 from decoding.rounds import Statistics
-from search.texts import PROMPTS
+from search.texts import PROMPTS, after_documents
 
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of texts whose first token is timed
 LONGEST_IF_QUICK = 1024
@@ -33,14 +34,16 @@ STRUCTURED_TOKENS = 256  # of the longest text under a schema
 # drafts nothing but the tokens that a schema forces
 FORCED = {"draft": f"{Path(__file__).with_name('forced.py')}:Forced", "gamma": 15}
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
-DOCUMENTS = Path(__file__).parents[1] / "docs"
 TURNS = 3  # of all but the texts of "speed", of which there are many
 
 
 @dataclass
 class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
-    options of each draft, the ways of other libraries, and the number of turns of the others.
+    options of each draft, and the ways of other libraries.
+
+    ``turns`` is the number of turns of the other sections. ``contexts`` are the tokens of long
+    prompts.
     """
 
     session: Session
@@ -48,9 +51,9 @@ class Bench:
     drafts: dict[str, Options]
     libraries: dict[str, Way] = field(default_factory=dict)
     turns: int = TURNS
-    contexts: Sequence[int] = ()  # tokens of long prompts
+    contexts: Sequence[int] = ()
 
-    def compare(
+    def measure(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
     ) -> list[Row]:
         """Return the rows of plain decoding, of drafts, which share a cache, and of libraries."""
@@ -63,38 +66,46 @@ class Bench:
 
 def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device) -> list[Row]:
     """Return a row for each way, with its speed-up over the way "plain" on the same prompts, in all
-    and by kind. "equal" counts the texts that equal the plain ones.
+    and by kind. "repeated" is the share of repeated four-grams in the plain texts, since repetition
+    flatters drafts. "equal" counts the texts that equal the plain ones.
     """
     runs = take_turns(ways, cases, device)
-    texts = {name: [text for text, _ in each] for name, each in runs.items()}
-    seconds = {name: [text.seconds or took for text, took in each] for name, each in runs.items()}
+    written = {name: [each for each, _ in own] for name, own in runs.items()}
+    seconds = {name: [each.seconds or took for each, took in own] for name, own in runs.items()}
+    share = repeated([text for each in written["plain"] for text in each.texts])
     kinds = [*dict.fromkeys(case.kind for case in cases)]
     rows = []
-    for name, own in texts.items():
+    for name, own in written.items():
         statistics = Statistics()
-        for round in chain.from_iterable(text.rounds for text in own):
+        for round in chain.from_iterable(each.rounds for each in own):
             statistics.add(round)
-        lengths = [len(text.tokens) for text in own]
-        equal = [one.tokens == two.tokens for one, two in zip(own, texts["plain"], strict=True)]
+        lengths = [sum(map(len, each.texts)) for each in own]
+        equal = [one.texts == two.texts for one, two in zip(own, written["plain"], strict=True)]
         speedups = [*map(truediv, seconds["plain"], seconds[name])]
-        places = {
-            kind: [at for at, case in enumerate(cases) if case.kind == kind] for kind in kinds
-        }
         row = {
             "decoder": name,
             "tokens/s": spread(map(truediv, lengths, seconds[name])),
             "speed-up": spread(speedups),
+            "repeated": share,
             "accepted": statistics.acceptance_rate,
             "a round": statistics.tokens_per_round or None,
             "equal": f"{sum(equal)}/{len(equal)}",
             "kinds": kinds,
             "tokens": lengths,
-            "rounds": [len(text.rounds) for text in own],
+            "rounds": [len(each.rounds) for each in own],
             "seconds": seconds[name],
         }
-        by_kind = {kind: median(speedups[at] for at in own) for kind, own in places.items()}
-        rows.append(row | by_kind)
+        for kind in kinds:
+            row[kind] = median(compress(speedups, [case.kind == kind for case in cases]))
+        rows.append(row)
     return rows
+
+
+def repeated(texts: Sequence[Sequence[int]]) -> float:
+    """Return the share of the texts' four-grams that occurred before in their text."""
+    grams = [[*zip(text, text[1:], text[2:], text[3:], strict=False)] for text in texts]
+    count = sum(map(len, grams))
+    return (count - sum(len({*each}) for each in grams)) / max(1, count)
 
 
 def costs_section(bench: Bench) -> list[Row]:
@@ -106,13 +117,12 @@ def costs_section(bench: Bench) -> list[Row]:
         if options.draft not in ("lookup", "auto") and not options.adaptive:
             sample = begin(session, options, Case("", [0], 1))
             drafters[name] = strategy_of(session, sample, slot, session.model).drafter
-    drafts = {name: (each.model, each.cache, each.plan) for name, each in drafters.items()}
-    return measure_costs(session.model, slot.cache, drafts)
+    return measure_steps(session.model, slot.cache, drafters)
 
 
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    return bench.compare(bench.drafts, bench.libraries, bench.cases)
+    return bench.measure(bench.drafts, bench.libraries, bench.cases)
 
 
 def structured_section(bench: Bench) -> list[Row]:
@@ -130,7 +140,7 @@ def structured_section(bench: Bench) -> list[Row]:
             for turn in range(bench.turns)
         ]
     drafts = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
-    return bench.compare({"forced": session.options.merged(FORCED), **drafts}, {}, cases)
+    return bench.measure({"forced": session.options.merged(FORCED), **drafts}, {}, cases)
 
 
 def first_token_section(bench: Bench) -> list[Row]:
@@ -149,7 +159,7 @@ def first_token_section(bench: Bench) -> list[Row]:
         }
         for length in LENGTHS
         if length <= longest
-        for row in bench.compare({}, others, [Case("", [0] * (length - 1), 1)] * bench.turns)
+        for row in bench.measure({}, others, [Case("", [0] * (length - 1), 1)] * bench.turns)
     ]
 
 
@@ -165,20 +175,17 @@ def context_section(bench: Bench) -> list[Row]:
     if "low bits" in drafts:
         short_sighted = session.options.merged({"draft": "lowbit", "window": WINDOW})
         drafts[f"low bits, newest {WINDOW}"] = short_sighted
-    texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md")))
-    tokens = session.tokenizer.encode(texts)
-    columns = ("decoder", "tokens/s", "speed-up", "accepted", "a round", "equal")
+    columns = ("decoder", "tokens/s", "speed-up", "repeated", "accepted", "a round", "equal")
     rows = []
     for length in bench.contexts:
-        cases = []
-        for turn, request in enumerate(PROMPTS["story"][: bench.turns]):
-            begin = turn * (len(tokens) - length) // bench.turns
-            part = session.tokenizer.decode(tokens[begin : begin + length])
-            ids = session.encode(f"{part}\n\n{request}")
-            cases.append(Case("", ids, bench.cases[0].count, turn, reads_prompt=False))
+        prompts = after_documents(session, PROMPTS["story"][: bench.turns], length)
+        cases = [
+            Case("", session.encode(prompt), bench.cases[0].count, turn, reads_prompt=False)
+            for turn, prompt in enumerate(prompts)
+        ]
         rows += [
             {"context": length} | {name: row[name] for name in columns}
-            for row in bench.compare(drafts, {}, cases)
+            for row in bench.measure(drafts, {}, cases)
         ]
     return rows
 
@@ -195,7 +202,7 @@ def together_section(bench: Bench) -> list[Row]:
     options = {"plain": session.options} | {name: bench.drafts[name] for name in (draft, "auto")}
     cases = [*islice(cycle(bench.cases), TOGETHER[-1])]
     ways = {name: partial(write_together, session, each, cases) for name, each in options.items()}
-    columns = ("decoder", "tokens/s", "speed-up", "equal")
+    columns = ("decoder", "tokens/s", "speed-up", "repeated", "equal")
     return [
         {"texts": count} | {name: row[name] for name in columns}
         for count in TOGETHER
@@ -218,7 +225,17 @@ def write_together(
 
     _, reading = timed(session.device, write, 1)
     texts, whole = timed(session.device, write, cases[0].count)
-    return Written([*chain(*texts)], seconds=whole - reading)
+    return Written(texts, seconds=whole - reading)
+
+
+def adaptive_section(bench: Bench) -> list[Row]:
+    """Simulated speed-up by the cost of a draft step, for each draft length and the adaptive exit.
+
+    By the drafts of the first early exit at every position of greedy texts.
+    """
+    first, *_ = (options for options in bench.drafts.values() if options.draft == "exit")
+    greedy = first.merged({"temperature": 0.0})
+    return simulated_speedups([record(bench.session, greedy, case) for case in bench.cases])
 
 
 DEFAULT = ("costs", "speed", "first-token")
@@ -229,4 +246,5 @@ SECTIONS = {  # in the order in which they are measured
     "structured": structured_section,
     "context": context_section,
     "together": together_section,
+    "adaptive": adaptive_section,
 }

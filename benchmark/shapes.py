@@ -19,12 +19,14 @@ from app.plan_file import LONGEST_DRAFT
 from app.session import accelerated
 from app.table import Row
 from benchmark.timing import spread, take_turns, timed
-from decoding.rounds import expected_speedup
+from decoding.drafters import ModelDrafter
+from model.cache import KVCache
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.errors import InputError
 from model.families import build
 from model.plan import LayerPlan
+from search.costs import CostModel
 from weights.memory import check_fits, estimate, has_memory_for, parameter_count
 
 NAMED = Path(__file__).with_name("shapes.json")
@@ -33,18 +35,19 @@ DRAFTED = 4  # draft steps, one after another
 TURNS = 15
 PROMPTS = (256, 2048)  # tokens
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)  # rates for which speed-ups are given
-Drafting = tuple[Any, Any, LayerPlan | None]  # a model that drafts, its cache, and its plan
 
 
 @torch.inference_mode()
-def measure_costs(model: Decoder, cache: Any, drafts: Mapping[str, Drafting]) -> list[Row]:
+def measure_steps(
+    model: Decoder, cache: KVCache, drafters: Mapping[str, ModelDrafter]
+) -> list[Row]:
     """Return the costs of verifications by a model and of draft steps, in its plain steps."""
+    target = ModelDrafter(model, cache)
     steps: dict[Any, Any] = {
-        ("verification", rows, 1): partial(run_steps, (model, cache, None), rows, 1)
-        for rows in ROWS
+        ("verification", rows, 1): partial(run_steps, target, rows, 1) for rows in ROWS
     }
-    for name, draft in drafts.items():
-        steps[f"draft step, {name}", 1, DRAFTED] = partial(run_steps, draft, 1, DRAFTED)
+    for name, drafter in drafters.items():
+        steps[f"draft step, {name}", 1, DRAFTED] = partial(run_steps, drafter, 1, DRAFTED)
     runs = take_turns(steps, range(TURNS), model.device)
     ms = {key: spread(1e3 * took / key[2] for _, took in each) for key, each in runs.items()}
     plain = ms["verification", 1, 1]["median"]
@@ -54,15 +57,15 @@ def measure_costs(model: Decoder, cache: Any, drafts: Mapping[str, Drafting]) ->
     ]
 
 
-def run_steps(drafting: Drafting, rows: int, count: int, turn: int = 0) -> None:
-    """Run steps of some rows each from position 0 on, one after another, each up to the choice of
-    the likeliest token, which the host reads. The cache forgets them. All turns are alike.
+def run_steps(drafter: ModelDrafter, rows: int, count: int, turn: int = 0) -> None:
+    """Run steps of a drafter's model, of some rows each, from position 0 on, one after another,
+    each up to the choice of the likeliest token, which the host reads. The cache forgets them. All
+    turns are alike.
     """
-    model, cache, plan = drafting
-    tokens = torch.zeros(1, rows, dtype=torch.int64, device=model.device)
+    tokens = torch.zeros(1, rows, dtype=torch.int64, device=drafter.model.device)
     for start in range(0, rows * count, rows):
-        model(tokens, cache, start, plan)[0, -1].argmax().item()
-    cache.truncate(0)
+        drafter.model(tokens, drafter.cache, start, drafter.plan)[0, -1].argmax().item()
+    drafter.cache.truncate(0)
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -107,22 +110,14 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
     plans = {"exit": early}
     if model.abilities.low_bits and has_memory_for(model, [low_bits]):
         plans |= {"low bits": low_bits, "exit in low bits": early.in_bits(4)}
-    drafts = {name: (model, cache, plan) for name, plan in plans.items()}
-    rows = measure_costs(model, cache, drafts)
-    verify = {row["tokens"]: row["plain rounds"] for row in rows[: len(ROWS)]}
+    drafters = {name: ModelDrafter(model, cache, plan) for name, plan in plans.items()}
+    rows = measure_steps(model, cache, drafters)
+    verify = [row["plain rounds"] for row in rows[: len(ROWS)]]
+    costs = CostModel({}, np.interp(range(1, LONGEST_DRAFT + 2), ROWS, verify).tolist())
     for row in rows[len(ROWS) :]:
-        row |= {f"at {a}": best_speedup(a, row["plain rounds"], verify) for a in ACCEPTANCES}
+        row |= {f"at {a}": costs.best(a, row["plain rounds"])[0] for a in ACCEPTANCES}
     for count in PROMPTS:
         ids = torch.zeros(1, count, dtype=torch.int64, device=device)
         _, seconds = timed(device, model.prefill, ids, cache)
         rows.append({"step": "prompt", "tokens": count, "ms": 1e3 * seconds})
     return [size | row for row in rows]
-
-
-def best_speedup(rate: float, step: float, verify: Mapping[int, float]) -> float:
-    """Return the expected speed-up of drafts at an acceptance rate, at their best length.
-
-    ``verify`` has the costs of verifications by their tokens; those between are interpolated.
-    """
-    costs = np.interp(range(2, LONGEST_DRAFT + 2), [*verify], [*verify.values()])
-    return max(expected_speedup(rate, k, step, float(cost)) for k, cost in enumerate(costs, 1))

@@ -38,11 +38,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Written:
-    """Tokens of a text, and for this project's texts their rounds. ``seconds`` are those of
-    decoding alone, where the reading of the prompt is not to be counted.
+    """Tokens of a text, or of several, and for this project's texts their rounds. ``seconds`` are
+    those of decoding alone, where the reading of the prompt is not to be counted.
     """
 
-    tokens: list[int]
+    texts: list[list[int]]
     rounds: list[Round] = field(default_factory=list)
     seconds: float | None = None
 
@@ -92,7 +92,7 @@ def write(session: Session, slot: Slot, options: Options, case: Case) -> Written
     if case.reads_prompt:
         slot.tokens = []
     rounds = [*session.rounds(sample, slot)]
-    return Written(sample.tokens, rounds, None if case.reads_prompt else sample.seconds)
+    return Written([sample.tokens], rounds, None if case.reads_prompt else sample.seconds)
 
 
 def transformers_ways(
@@ -121,7 +121,7 @@ def transformers_ways(
         ids = torch.tensor([case.ids], device=session.device)
         draft |= {"attention_mask": torch.ones_like(ids), "do_sample": False}
         written = theirs.generate(ids, max_new_tokens=case.count, **draft)
-        return Written(written[0, len(case.ids) :].tolist())
+        return Written(written[:, len(case.ids) :].tolist())
 
     drafts: dict[str, dict[str, Any]] = {
         "transformers": {},
@@ -149,7 +149,7 @@ def llama_cpp_way(session: Session, file: str, *drafting: Any) -> dict[str, Way]
 
     def write(case: Case) -> Written:
         theirs.reset()  # otherwise the same prompt again needs no reading
-        return Written(list(islice(theirs.generate(case.ids, temp=0.0), case.count)))
+        return Written([[*islice(theirs.generate(case.ids, temp=0.0), case.count)]])
 
     return {"llama.cpp": write}
 

@@ -11,13 +11,11 @@ if __name__ == "__main__":  # before anything that takes long to import
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from app.characters import Labels
@@ -31,7 +29,6 @@ from weights.tokenizer import Tokenizer
 
 GREEN = "#7cbd9c"
 TOKENS = 6  # the last ones of the text
-WIDTH = 2.2  # of a tile
 OPTIONS: Groups = {
     "": {
         "text": {"metavar": "TEXT", "help": "the text that the model reads"},
@@ -44,42 +41,6 @@ OPTIONS: Groups = {
         },
     },
 }
-
-
-def sheet(height: float, left: float, right: float, top: float) -> Axes:
-    """Return axes without a frame; the height of the figure is in inches, the rest in units of
-    tiles.
-    """
-    return Figure(figsize=(7.5, height)).subplots(
-        subplot_kw={
-            "frame_on": False,
-            "xticks": [],
-            "yticks": [],
-            "xlim": (left, right),
-            "ylim": (0, top),
-        }
-    )
-
-
-def tiles(
-    axes: Axes, x: float, y: float, parts: Iterable[tuple[str, float, str]], name: str = ""
-) -> float:
-    """Draw a row of tiles (text, width, colour), with its name on the left. Returns its right end,
-    in units of tiles.
-    """
-    axes.text(x - 0.2, y + 0.44, name, ha="right", va="center", weight="bold")
-    for text, width, colour in parts:
-        axes.add_patch(Rectangle((x, y), width, 0.9, fc=colour, ec="white", linewidth=1.5))
-        axes.text(x + width / 2, y + 0.44, text, ha="center", va="center", fontsize=9)
-        x += width
-    return x
-
-
-def explained(axes: Axes, colours: dict[str, str]) -> Figure:
-    """Return the figure of these axes with the names of its colours below it."""
-    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    axes.figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
-    return axes.figure
 
 
 def shown_layers(count: int) -> list[int]:
@@ -100,28 +61,41 @@ def guesses(model: Decoder, ids: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
-    """Return a table of colours: columns are the last tokens of the text, rows are layers."""
+    """Return a table of colours: columns are the last tokens of the text, rows are layers. Raises
+    InputError for a text of too few tokens.
+    """
     ids = tokenizer.encode(text)
     if len(ids) < TOKENS:
         raise InputError(f"the text has {len(ids)} tokens, and needs {TOKENS}")
     label = Labels(tokenizer.token_bytes, tokenizer.special)
-    probs, tokens = guesses(model, ids)
     layers = shown_layers(model.num_layers)
-    axes = sheet(0.4 * len(layers) + 1.1, -2.2, TOKENS * WIDTH, len(layers) + 1)
-    read = [(f"… {label(token).strip()}", WIDTH, "none") for token in ids[-TOKENS:]]
-    tiles(axes, 0, len(layers), read, "after")
-    for row, layer in enumerate(reversed(layers)):
-        found = zip(tokens[layer - 1], probs[layer - 1], tokens[-1], strict=True)
-        parts = [
-            (f"{label(int(guess)).strip()}  {prob:.2f}", WIDTH, GREEN if guess == last else RULE)
-            for guess, prob, last in [*found][-TOKENS:]
-        ]
-        tiles(axes, 0, row, parts, f"layer {layer}")
-    return explained(axes, {"the last layer's guess": GREEN, "another guess": RULE})
+    rows = [layer - 1 for layer in layers]
+    probs, tokens = (each[rows, -TOKENS:] for each in guesses(model, ids))
+    is_last = (tokens == tokens[-1]).tolist()
+    found = zip(tokens.tolist(), probs.tolist(), strict=True)
+    figure = Figure(figsize=(7.5, 0.4 * len(layers) + 1.1))
+    axes = figure.subplots(subplot_kw={"frame_on": False, "xticks": [], "yticks": []})
+    shown = axes.table(
+        [
+            [f"{label(guess).strip()}  {prob:.2f}" for guess, prob in zip(*row, strict=True)]
+            for row in found
+        ],
+        [[GREEN if equal else RULE for equal in row] for row in is_last],
+        rowLabels=[f"layer {layer}" for layer in layers],
+        colLabels=[f"… {label(token).strip()}" for token in ids[-TOKENS:]],
+        cellLoc="center",
+        bbox=(0, 0, 1, 1),
+    )
+    for cell in shown.get_celld().values():
+        cell.set_edgecolor("white")
+    colours = {"the last layer's guess": GREEN, "another guess": RULE}
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
+    return figure
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Write the picture. Raises InputError for a text of too few tokens."""
+    """Write the picture. Raises InputError."""
     folder = model_folder(options.model)
     model = load_model(folder, torch.float32)
     tokenizer = Tokenizer(folder)

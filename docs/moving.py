@@ -6,7 +6,6 @@ text is written.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -14,12 +13,9 @@ from app.characters import Labels, visible
 from app.files import write_text
 from app.session import Sample, load
 
-PICTURE = Path(__file__).with_name("round.svg")
 MODEL = "smollm2-135m-instruct"
 PROMPT = "What is photosynthesis?"
-TOKENS = 64
-COLUMNS = 84  # of a line, each of CELL pixels
-CELL = 8.4
+COLUMNS = 84  # of a line, each of 8.4 pixels
 LINE = 22
 PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
@@ -35,87 +31,84 @@ text { font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; 
 g text { animation-timing-function: step-end; animation-iteration-count: infinite }
 @media (prefers-reduced-motion: reduce) { g text { animation: none !important } }
 """
+PAGE = """<svg xmlns="http://www.w3.org/2000/svg" role="img" width="800" height="{height}">\
+<title>{title}</title><style>{style}</style><rect width="100%" height="100%" rx="8"/>\
+<text x="24" y="30">{title}</text>{lanes}</svg>
+"""
 
-
-@dataclass
-class Piece:
-    """Text of a token at a line and column, which appears at ``begin`` and, unless ``end`` is None,
-    disappears then, in seconds of decoding.
-    """
-
-    text: str
-    kind: str
-    line: int
-    column: int
-    begin: float
-    end: float | None = None
+# Text of a token and its kind, line and column, the seconds of decoding at which it appears, and
+# those at which it disappears, if it does
+Piece = tuple[str, str, int, int, float, float | None]
 
 
 def pieces(sample: Sample, labels: Labels, step: float) -> Iterator[Piece]:
     """Yield the pieces of a text. Drafted tokens appear one by one where they would stand, before
     the ``step`` of the verification, and are judged at the end of their round.
     """
-    line = column = 0
+    kept = 0, 0  # line and column after the text
     began = 0.0
     for round, ended in sample.timeline:
         drafting = max(ended - began - step, 0.2 * (ended - began))
-        place = line, column
+        after = kept
         for number, (token, verdict) in enumerate(round.verdicts(), start=1):
             text = visible(labels.spelled([token]).decode(errors="replace"))
-            if verdict == "own":
-                line, column = place
-            if column + len(text) > COLUMNS:
-                line, column = line + 1, 0
+            line, column = kept if verdict == "own" else after
+            line, column = (line, column) if column + len(text) <= COLUMNS else (line + 1, 0)
+            after = (line + 1, 0) if "↵" in text else (line, column + len(text))
             if verdict != "own":
-                drawn = began + drafting * number / len(round.drafted)
-                yield Piece(text, "drafted", line, column, drawn, ended)
+                begin = began + drafting * number / len(round.drafted)
+                yield text, "drafted", line, column, begin, ended
             if verdict in ("accepted", "own"):
-                yield Piece(text, verdict, line, column, ended)
-                place = line + ("↵" in text), 0 if "↵" in text else column + len(text)
-            line, column = (line, column + len(text)) if verdict != "own" else place
+                yield text, verdict, line, column, ended, None
+                kept = after
         began = ended
 
 
-def drawn(samples: list[Sample], labels: Labels) -> str:
+def element(name: str, piece: Piece, top: float, period: float) -> str:
+    """Return a piece of a text at height ``top`` with its animation, of a ``period`` in seconds.
+
+    The period begins with the finished text, which is then taken away.
+    """
+    text, kind, line, column, begin, end = piece
+    stays = int(end is None)
+    moments = [PAUSE + SLOWER * each for each in (begin, end) if each is not None]
+    frames = zip([0, PAUSE, *moments], (stays, 0, 1, 0), strict=False)
+    shown = "".join(f"{100 * at / period:.2f}%{{opacity:{alpha}}}" for at, alpha in frames)
+    return (
+        f"<style>@keyframes {name}{{{shown}}}</style>"
+        f'<text class="{kind}" x="{24 + 8.4 * column:.0f}" y="{top + LINE * (1 + line)}"'
+        f' opacity="{stays}" style="animation-name:{name};animation-duration:{period:.2f}s"'
+        f' xml:space="preserve">{escape(text)}</text>'
+    )
+
+
+def picture(samples: list[Sample], labels: Labels) -> str:
     """Return the picture of a plain text and a drafted one."""
     step = samples[0].seconds / len(samples[0].rounds)
-    lanes = [list(pieces(sample, labels, step)) for sample in samples]
     period = 2 * PAUSE + SLOWER * max(sample.seconds for sample in samples)
-    keyframes: dict[str, str] = {}
-    body = []
+    lanes = ""
     top = 62
-    for name, sample, lane in zip(("plain", "drafts"), samples, lanes, strict=True):
-        way = name if name == sample.draft else f"{name}: {sample.draft}"
-        said = f"{way}, {sample.speed:.0f} tokens/s"
-        body.append(f'<text class="muted" x="24" y="{top}">{escape(said)}</text><g class="{name}">')
-        for piece in lane:
-            times = [piece.begin, *([] if piece.end is None else [piece.end])]
-            shares = [100 * (PAUSE + SLOWER * each) / period for each in times]
-            moment = "at-" + "-".join(f"{share:.2f}".replace(".", "_") for share in shares)
-            start = "0%{opacity:1}" if piece.end is None else "0%{opacity:0}"
-            gone = f"{100 * PAUSE / period:.2f}%{{opacity:0}}"
-            ends = [f"{share:.2f}%{{opacity:{1 - n}}}" for n, share in enumerate(shares)]
-            keyframes[moment] = f"@keyframes {moment}{{{start}{gone}{''.join(ends)}}}"
-            x, y = 24 + CELL * piece.column, top + LINE * (1 + piece.line)
-            hidden = ' opacity="0"' if piece.end is not None else ""
-            style = f"animation-name:{moment};animation-duration:{period:.2f}s"
-            shown = f'class="{piece.kind}" x="{x:.0f}" y="{y}"{hidden} style="{style}"'
-            body.append(f'<text xml:space="preserve" {shown}>{escape(piece.text)}</text>')
-        body.append("</g>")
-        top += LINE * (2 + max(piece.line for piece in lane)) + 14
-    title = f"{MODEL}: {PROMPT} {samples[1].speed / samples[0].speed:.2f} times plain decoding"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="800" height="{top}"'
-    style = f"<style>{STYLE}{''.join(keyframes.values())}</style>"
-    first = f'<rect width="100%" height="100%" rx="8"/><text x="24" y="30">{escape(title)}</text>'
-    return f"{head}><title>{escape(title)}</title>{style}{first}{''.join(body)}</svg>\n"
+    for name, sample in zip(("plain", "drafts"), samples, strict=True):
+        said = f"{name}: {sample.draft}, {sample.speed:.0f} tokens/s".removeprefix("plain: ")
+        lane = [*pieces(sample, labels, step)]
+        drawn = [element(f"{name}-{at}", each, top, period) for at, each in enumerate(lane)]
+        lanes += (
+            f'<text class="muted" x="24" y="{top}">{escape(said)}</text>'
+            f'<g class="{name}">{"".join(drawn)}</g>'
+        )
+        top += LINE * (2 + max(line for _, _, line, *_ in lane)) + 14
+    title = escape(
+        f"{MODEL}: {PROMPT} {samples[1].speed / samples[0].speed:.2f} times plain decoding"
+    )
+    return PAGE.format(height=top, title=title, style=STYLE, lanes=lanes)
 
 
 def main() -> None:
     """Write both texts, and the picture."""
-    session = load(MODEL, max_new_tokens=TOKENS)
+    session = load(MODEL, max_new_tokens=64)
     session.warm_up(session.encode(PROMPT))
     samples = [session.write(PROMPT, draft=draft) for draft in ("none", "lowbit")]
-    write_text(PICTURE, drawn(samples, session.labels))
+    write_text(Path(__file__).with_name("round.svg"), picture(samples, session.labels))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ does. Later steps of a draft read entries that the draft made. Knows nothing of 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from torch import Tensor
 
 from app.session import Session
 from decoding.sampling import distribution
-from model.layers import Positions, attend_masked, layer_positions
+from model.decoder import Decoder
+from model.layers import attend_masked, causal_mask, layer_positions
 from model.low_bits import PlannedBlocks
 from model.plan import LayerPlan
 from search.texts import Continuation
@@ -63,37 +65,43 @@ def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
 
 
 class TargetPass:
-    """The target's pass over one text, with its entries in a cache and the states ``[1, M,
-    hidden]`` before the first and after the last layer, at the M positions whose logits predict the
-    written tokens.
+    """The target's pass over one text of ``length`` tokens, without the last token of all.
+
+    ``cache`` has its entries. ``last`` ``[1, M, hidden]`` are its states after the last layer at
+    the M ``positions`` whose logits predict the ``written`` tokens ``[M, 1]``.
     """
 
-    def __init__(self, session: Session, text: Continuation) -> None:
-        model = session.model
-        first = len(text.prompt) - 1
+    def __init__(self, model: Decoder, text: Continuation) -> None:
         count = len(text.written)
         self.context = torch.tensor([*text.prompt, *text.written[:-1]], device=model.device)
         self.written = torch.tensor(text.written, device=model.device)[:, None]
-        self.cache = model.new_cache(first + 2 * count)
-        self.last = model.hidden(self.context[None], self.cache)[:, first:]
-        self.embedded = model.embed(self.context[None, first:])
-        length = first + count
-        at = first + torch.arange(count, device=model.device)
-        keys = torch.cat((torch.arange(length, device=model.device), at))
-        is_own = torch.arange(len(keys), device=model.device) >= length
-        # The M keys of the draft stand after the target's: each query sees its own of them, and
-        # the target's before it.
-        seen = torch.where(is_own, keys == at[:, None], keys < at[:, None])
+        self.length = len(self.context)
+        self.positions = torch.arange(self.length, device=model.device)[-count:]
+        self.cache = model.new_cache(self.length + count)
+        self.last = model.hidden(self.context[None], self.cache)[:, -count:]
+
+    def drafted(self, model: Decoder, planned: PlannedBlocks, plan: LayerPlan) -> Tensor:
+        """Return the states ``[1, M, hidden]`` after the last layer of a draft's first step at each
+        position.
+
+        The M keys of these steps stand in the cache after the target's. Each query sees its own of
+        them, and the target's before it, as far as the windows of family and plan reach.
+        """
+        own = self.positions
+        keys = torch.cat((torch.arange(self.length, device=own.device), own))
+        is_own = torch.arange(len(keys), device=own.device) >= self.length
+        hidden = torch.where(is_own, keys != own[:, None], keys >= own[:, None])
 
         def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, **rest: Any) -> Tensor:
-            near = seen & (keys > at[:, None] - (window or length))
-            mask = torch.where(near, 0.0, -torch.inf).to(q.dtype)
-            return attend_masked(q, k, v, mask, **rest)
+            mask = causal_mask(own, keys, window, q.dtype, plan.window)
+            return attend_masked(q, k, v, mask.masked_fill_(hidden, -torch.inf), **rest)
 
-        self.positions = [
-            Positions(length, each.cos[first:], each.sin[first:], each.window, attend)
-            for each in layer_positions(model.config, 0, length, self.last)
-        ]
+        x = model.embed(self.context[None, own])
+        places = layer_positions(model.config, int(own[0]), len(own), x, attend)
+        layers = zip(planned.blocks(plan), places, self.cache.layers, strict=True)
+        for block, place, entries in layers:
+            x = block(x, replace(place, start=self.length), entries)
+        return x
 
 
 class Calibration:
@@ -111,7 +119,7 @@ class Calibration:
         rules = {"ratio": accepted_by_ratio, "race": accepted_by_race}
         self.accepted = rules[session.options.coupling or "race"]
         self.planned = PlannedBlocks(self.model)
-        self.passes = [TargetPass(session, text) for text in texts]
+        self.passes = [TargetPass(self.model, text) for text in texts]
 
     @torch.inference_mode()
     def acceptance(self, plan: LayerPlan) -> float:
@@ -119,11 +127,8 @@ class Calibration:
         found = []
         head = self.planned.head(plan.head)
         for text in self.passes:
-            x = text.embedded
-            layers = zip(self.planned.blocks(plan), text.positions, text.cache.layers, strict=True)
-            for block, place, entries in layers:
-                x = block(x, place, entries)
+            states = text.drafted(self.model, self.planned, plan)
             p = distribution(self.model.logits(text.last)[0], text.context, self.params)
-            q = distribution(self.model.logits(x, head)[0], text.context, self.params)
+            q = distribution(self.model.logits(states, head)[0], text.context, self.params)
             found.append(self.accepted(p, q, text.written)[:, 0].double())
         return torch.cat(found).mean().item()

@@ -1,18 +1,17 @@
 """Costs of draft steps and of verification on this machine, in units of one plain round.
 
-The loop writes short texts in turns, each text with one kind of round; a cost is the median of its
+The loop writes short texts in turns, each text with one kind of round. A cost is the median of its
 rounds over that of plain ones. The cost of a plan's draft step is the sum of its parts': an
-attention, an MLP and the head per number of bits, each the difference of two timed plans. Knows
-nothing of acceptance.
+attention, an MLP and the head per number of bits, the attention also per window. Each of these is
+the difference of two timed plans. Knows nothing of acceptance.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice, pairwise, product
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 from app.command_line import say
 from app.files import read_json, write_json
@@ -24,7 +23,6 @@ from decoding.rounds import expected_speedup
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model.cache import KVCache
-from model.errors import InputError
 from model.places import cache_folder
 from model.plan import LayerPlan
 
@@ -60,9 +58,27 @@ class CostModel:
 
 
 def parts_of(plan: LayerPlan) -> Counter[str]:
-    """Return the parts of a draft step, as in ``{"head 8": 1, "attn 4": 12, "mlp 16": 20}``."""
-    sublayers = {"attn": plan.attention, "mlp": plan.mlp, "head": (plan.head,)}
-    return Counter(f"{kind} {bits}" for kind, each in sublayers.items() for bits in each if bits)
+    """Return the parts of a draft step, as in ``{"head 8": 1, "attn 4": 12, "mlp 16": 20}``; under
+    a window of 512 keys an attention is called "attn 4 of 512".
+    """
+    of_window = f" of {plan.window}" if plan.window else ""
+    attention = (f"attn {bits}{of_window}" for bits in plan.attention if bits)
+    mlp = (f"mlp {bits}" for bits in plan.mlp if bits)
+    return Counter([f"head {plan.head}", *attention, *mlp])
+
+
+def probes(layers: int, bits: Collection[int], windows: Collection[int | None]) -> list[LayerPlan]:
+    """Return the plans by which the parts are measured: for each number of bits the head alone, and
+    with it all MLPs, or all attentions under each of the windows.
+    """
+    every = range(layers)
+    attentions = LayerPlan.skipping(layers, (), every)
+    plans = [
+        LayerPlan.skipping(layers, every, every),
+        LayerPlan.skipping(layers, every, ()),
+        *(replace(attentions, window=window) for window in windows),
+    ]
+    return [plan.in_bits(width, width) for width in bits for plan in plans]
 
 
 class Repetition(ModelFreeDrafter):
@@ -76,7 +92,7 @@ def seconds_of_round(
     session: Session, cache: KVCache, prompt: Sequence[int], drafter: Drafter, gamma: int
 ) -> float:
     """Return the median seconds of a round with drafts of ``gamma`` tokens. The cache holds the
-    prompt. Raises InputError where the context ends before such a round.
+    prompt.
     """
     text = Text(prompt, Rules(ROUNDS * (gamma + 1)), session.model)
     rule = session.options.rule
@@ -84,38 +100,31 @@ def seconds_of_round(
     rounds = speculate(session.model, cache, text, drafter, FixedLength(gamma), *how)
     ended = [(len(round.drafted), perf_counter()) for round in islice(rounds, ROUNDS)]
     # The first round of a text is slower than the others; a draft may end with its text.
-    seconds = [
+    return median(
         after - before for (_, before), (length, after) in pairwise(ended) if length == gamma
-    ]
-    if not seconds:
-        raise InputError(
-            f"a context of {session.context} tokens is too short to measure drafts of {gamma}: give"
-            " a model with a longer one"
-        )
-    return median(seconds)
+    )
 
 
 def measure_costs(
-    session: Session, prompts: Sequence[Sequence[int]], bits: Collection[int]
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    bits: Collection[int],
+    windows: Collection[int | None],
 ) -> CostModel:
-    """Return the costs of sublayers in each of ``bits``, and of verification, behind these prompts:
-    another one each turn.
+    """Return the costs of sublayers in each of ``bits``, of attentions under each window, and of
+    verification, behind these prompts: another one each turn.
     """
     model = session.model
-    layers = model.num_layers
-    every = range(layers)
-    skipped = {"head": (every, every), "attn": ((), every), "mlp": (every, ())}
     longest = ROUNDS * (LONGEST_DRAFT + 1)
-    room = max(2, session.context - longest)
+    room = session.context - longest
     slot = session.slot_for(min(room, max(map(len, prompts))) + longest)
     known = Repetition()
-    drafters: dict[Any, tuple[Drafter, int]] = {
-        ("verify", length): (known, length) for length in range(LONGEST_DRAFT + 1)
-    }
-    for width, (kind, which) in product(bits, skipped.items()):
-        plan = LayerPlan.skipping(layers, *which).in_bits(width, width)
+    lengths = range(LONGEST_DRAFT + 1)
+    drafters: dict[int | LayerPlan, tuple[Drafter, int]] = {k: (known, k) for k in lengths}
+    plans = probes(model.num_layers, bits, windows)
+    for plan in plans:
         session.prepare(plan)
-        drafters[kind, width] = ModelDrafter(model, slot.cache, plan), GAMMA
+        drafters[plan] = ModelDrafter(model, slot.cache, plan), GAMMA
     turns = []
     for turn in range(TURNS):
         prompt = list(prompts[turn % len(prompts)])[:room]
@@ -126,25 +135,23 @@ def measure_costs(
                 for name, each in drafters.items()
             }
         )
-    cost = {name: median(turn[name] / turn["verify", 0] for turn in turns) for name in drafters}
-    verify = [cost["verify", length] for length in range(LONGEST_DRAFT + 1)]
-    parts = {}
-    for width in bits:
-        step = {kind: max(0.0, cost[kind, width] - verify[GAMMA]) / GAMMA for kind in skipped}
-        parts[f"head {width}"] = step["head"]
-        for kind in ("attn", "mlp"):
-            parts[f"{kind} {width}"] = max(0.0, step[kind] - step["head"]) / layers
-    return CostModel(parts, verify)
+    cost = {name: median(turn[name] / turn[0] for turn in turns) for name in drafters}
+    parts: dict[str, float] = {}
+    for plan in plans:
+        step = max(0.0, cost[plan] - cost[GAMMA]) / GAMMA
+        (head, _), *others = parts_of(plan).items()
+        parts.setdefault(head, step)  # of the head alone, whose plan comes first
+        for part, count in others:
+            parts[part] = max(0.0, step - parts[head]) / count
+    return CostModel(parts, [cost[length] for length in lengths])
 
 
-def kept_costs(
-    session: Session, prompts: Sequence[Sequence[int]], bits: Collection[int], study: str
-) -> CostModel:
+def kept_costs(study: str, measure: Callable[[], CostModel]) -> CostModel:
     """Return the costs of a study, measured once and kept for others of its name: with the same
     costs a seed proposes the same plans.
     """
     path = cache_folder() / "costs" / f"{study}.json"
     say(f"costs of sublayers, measured once: {path}; remove it to measure them again")
     if not path.exists():
-        write_json(path, asdict(measure_costs(session, prompts, bits)))
+        write_json(path, asdict(measure()))
     return CostModel(**read_json(path))

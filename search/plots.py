@@ -1,17 +1,38 @@
 """Pictures of a search, by matplotlib. Knows nothing of how plans are found."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from app.picture import INK, MUTED, RED, SCALE
+from app.picture import INK, MUTED, RED, SCALE, write_picture
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search.costs import CostModel
-from search.study import Prediction
+from search.study import Predict, Prediction, early_exits, thinned_plans
 
 KINDS = {"attn": "attention", "mlp": "MLP"}
 LEVELS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3)  # speed-ups of the lines
+
+
+def draw_search(
+    folder: Path,
+    predictions: Mapping[LayerPlan, Prediction],
+    importance: Mapping[str, float],
+    predict: Predict,
+    costs: CostModel,
+) -> None:
+    """Write the pictures of a search into a folder: the plans tried, and what can be left out."""
+    plans = {
+        "early exits": early_exits(len(importance) // 2),
+        "least important sublayers left out": thinned_plans(importance)[:-1],
+    }
+    lines = {
+        name: [(costs.step(plan), predict(plan).acceptance) for plan in each]
+        for name, each in plans.items()
+    }
+    write_picture(lambda: front(predictions, costs), folder / "front.svg")
+    write_picture(lambda: importances(importance, lines), folder / "importance.svg")
 
 
 def front(predictions: Mapping[LayerPlan, Prediction], costs: CostModel) -> Figure:

@@ -1,17 +1,17 @@
-"""Optuna study of layer plans: its parameters are the bits of each sublayer and of the head, its
-value is the expected speed-up.
+"""Optuna study of layer plans: its parameters are the bits of each sublayer and of the head, and
+the window; its value is the expected speed-up.
 
-The study is kept in Optuna's journal, named by a hash of model and settings, with the costs and the
-importances of its sublayers: a killed search continues from its last trial. Knows nothing of how
-acceptance and costs are found.
+The study is kept in Optuna's journal, so that a killed search continues from its last trial. Knows
+nothing of how acceptance and costs are found.
 """
 
 import random
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +36,10 @@ SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
 }
 THINNED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # shares of the sublayers that the first plans skip
 HEAD = "head"
+WINDOW = "window"
+WINDOWS = (512, 1024)  # keys that a plan may see of a long text
 
-Space = Mapping[str, Sequence[int]]  # the bits that each parameter may have
+Space = Mapping[str, Sequence[int | None]]  # the values that each parameter may have
 
 
 class Prediction(NamedTuple):
@@ -48,31 +50,35 @@ class Prediction(NamedTuple):
     acceptance: float
 
 
-Objective = Callable[[LayerPlan], Prediction]
+Predict = Callable[[LayerPlan], Prediction]
 
 
-def parameters(plan: LayerPlan) -> dict[str, int]:
-    """Return Optuna's parameters of a plan."""
+def sublayers(plan: LayerPlan) -> dict[str, int]:
+    """Return the bits of each sublayer of a plan by its name, as in "attn 3"."""
     attention = {f"attn {layer}": bits for layer, bits in enumerate(plan.attention)}
-    mlp = {f"mlp {layer}": bits for layer, bits in enumerate(plan.mlp)}
-    return attention | mlp | {HEAD: plan.head}
+    return attention | {f"mlp {layer}": bits for layer, bits in enumerate(plan.mlp)}
 
 
-def plan_of(params: Mapping[str, int]) -> LayerPlan:
+def parameters(plan: LayerPlan) -> dict[str, int | None]:
+    """Return Optuna's parameters of a plan."""
+    return {**sublayers(plan), HEAD: plan.head, WINDOW: plan.window}
+
+
+def plan_of(params: Mapping[str, int | None]) -> LayerPlan:
     """Return the plan of Optuna's parameters: the inverse of ``parameters``."""
-    layers = range(len(params) // 2)
+    layers = range(len(params) // 2 - 1)
     attention = tuple(params[f"attn {layer}"] for layer in layers)
     mlp = tuple(params[f"mlp {layer}"] for layer in layers)
-    return LayerPlan(attention, mlp, params[HEAD])
+    return LayerPlan(attention, mlp, params[HEAD], params[WINDOW])
 
 
-def space_of(num_layers: int, bits: Collection[int]) -> Space:
+def space_of(num_layers: int, bits: Collection[int], windows: Collection[int] = ()) -> Space:
     """Return the space of plans whose sublayers have the checkpoint's bits or any of ``bits`` (0:
-    skipped; not for the head).
+    skipped; not for the head), without a window or with any of ``windows``.
     """
     choices = [FULL, *sorted(set(bits), reverse=True)]
-    sublayers = dict.fromkeys(parameters(LayerPlan.full(num_layers)), choices)
-    return {**sublayers, HEAD: [each for each in choices if each]}
+    full = dict.fromkeys(sublayers(LayerPlan.full(num_layers)), choices)
+    return {**full, HEAD: [each for each in choices if each], WINDOW: [None, *windows]}
 
 
 def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
@@ -116,28 +122,30 @@ def thinned_plans(importance: Mapping[str, float]) -> list[LayerPlan]:
 
 def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan]:
     """Return the plans of the space to try first, one of each kind in turn: early exits, plans
-    without the least important sublayers, both also in the fewest bits, and all sublayers in each
-    number of bits.
+    without the least important sublayers, all sublayers in each number of bits and under each
+    window, and the first two kinds in the fewest bits.
     """
     full = LayerPlan.full(len(importance) // 2)
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
     kinds = [early_exits(full.num_layers), thinned]
-    if low := sorted({*space[HEAD]} - {FULL}):
-        rounded = [[plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in kinds]
-        kinds += [[full.in_bits(bits, head=low[-1]) for bits in low], *rounded]
+    low = sorted({*space[HEAD]} - {FULL})
+    uniform = [*(full.in_bits(bits, head=low[-1]) for bits in low), full]
+    windowed = [replace(plan, window=window) for window in space[WINDOW] for plan in uniform]
+    rounded = [[plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in kinds if low]
+    in_turn = zip_longest(*kinds, windowed, *rounded)
     return [
         plan
-        for plan in dict.fromkeys(filter(None, chain(*zip_longest(*kinds))))
+        for plan in dict.fromkeys(filter(None, chain(*in_turn)))
         if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
     ]
 
 
-def optimise(study: optuna.Study, objective: Objective, space: Space, trials: int) -> None:
+def optimise(study: optuna.Study, predict: Predict, space: Space, trials: int) -> None:
     """Run trials until the study has ``trials`` finished ones.
 
-    A plan that was tried before keeps its value and is not evaluated again; a random neighbour of
-    it comes next.
+    A plan that was tried before keeps its value and is not predicted again. A random neighbour of
+    it comes next, which has other bits in one place.
     """
     known = predictions_of(study)
 
@@ -147,11 +155,11 @@ def optimise(study: optuna.Study, objective: Objective, space: Space, trials: in
         plan = plan_of(trial.params)
         if plan in known:
             rng = random.Random(trial.number)
-            name = rng.choice(list(space))
+            name = rng.choice([name for name in space if name != WINDOW])
             neighbour = {**trial.params, name: rng.choice(space[name])}
             study.enqueue_trial(neighbour, skip_if_exists=True)
         else:
-            known[plan] = objective(plan)
+            known[plan] = predict(plan)
         trial.set_user_attr("prediction", list(known[plan]))
         return known[plan].speedup
 
@@ -170,20 +178,3 @@ def predictions_of(study: optuna.Study) -> dict[LayerPlan, Prediction]:
     """Return the predictions of the plans tried, the best first."""
     trials = sorted(finished(study), key=lambda trial: -trial.value)
     return {plan_of(trial.params): Prediction(*trial.user_attrs["prediction"]) for trial in trials}
-
-
-def best_so_far(
-    objective: Objective,
-    space: Space,
-    first: Iterable[LayerPlan],
-    trials: int,
-    sampler: optuna.samplers.BaseSampler,
-) -> list[float]:
-    """Return the best speed-up after each trial of a search in memory, which tries the plans
-    ``first`` and then those that the sampler proposes.
-    """
-    study = optuna.create_study(direction="maximize", sampler=sampler)
-    for plan in first:
-        study.enqueue_trial(parameters(plan))
-    optimise(study, objective, space, trials)
-    return list(accumulate((trial.value for trial in finished(study)), max))

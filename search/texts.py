@@ -7,17 +7,19 @@ nothing of plans.
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from app.files import read_text
-from app.session import Session
+from app.session import ContextFull, Session
 from model.errors import InputError
 
 PROMPTS: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("prompts.json").read_text(encoding="utf-8")
 )
+DOCUMENTS = Path(__file__).parents[1] / "docs"
 PARTS = 3  # of the texts: two to search on, one held out to decode
 LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
 
@@ -36,6 +38,19 @@ def read_prompts(file: Path | None) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
+def after_documents(session: Session, requests: Sequence[str], length: int) -> list[str]:
+    """Return long prompts: each is a part of this project's documents of ``length`` tokens, with a
+    request after it. The parts differ. Raises InputError where the documents are shorter.
+    """
+    texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md")))
+    tokens = session.tokenizer.encode(texts)
+    if length > len(tokens):
+        raise InputError(f"--context {length}: the documents have {len(tokens)} tokens: give fewer")
+    begins = [number * (len(tokens) - length) // len(requests) for number in range(len(requests))]
+    parts = [session.tokenizer.decode(tokens[begin : begin + length]) for begin in begins]
+    return [f"{part}\n\n{request}" for part, request in zip(parts, requests, strict=True)]
+
+
 def plain_texts(session: Session, prompts: Sequence[str]) -> list[Continuation]:
     """Return plain texts after those prompts that fit the context, as the loop writes them: a pass
     over many texts at once would round otherwise, and so write others.
@@ -43,12 +58,10 @@ def plain_texts(session: Session, prompts: Sequence[str]) -> list[Continuation]:
     options = session.options.merged({"draft": "none"})
     texts = []
     for prompt in prompts:
-        try:
+        with suppress(ContextFull):
             ids = session.encode(prompt, options)
-        except InputError:
-            continue  # longer than the context
-        sample = session.finish(session.begin(ids, options))
-        texts.append(Continuation(tuple(ids), tuple(sample.tokens)))
+            sample = session.finish(session.begin(ids, options))
+            texts.append(Continuation(tuple(ids), tuple(sample.tokens)))
     return texts
 
 

@@ -31,6 +31,7 @@ SAMPLE = "training/sample/stories.jsonl"
 # What comes after a command to make it short; argparse takes the last value that is given.
 SHORT = {
     "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
+    "python -m search --context": "--context 100",
     "python -m benchmark --context": "--context 100 200",
     "python -m benchmark ": "--model tiny-llama --quick --max-new-tokens 8",
     "python -m training.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",

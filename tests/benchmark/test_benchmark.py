@@ -11,8 +11,9 @@ import torch
 import generate
 from benchmark import __main__ as command
 from benchmark import sections, timing
+from benchmark.adaptive import POLICIES, record, simulate
 from benchmark.picture import picture
-from benchmark.ways import Case, Written, find_drafts
+from benchmark.ways import Case, Written, find_drafts, write
 from decoding.rounds import Round
 from tests.calls import status_of
 from tests.commands import Outcome
@@ -73,6 +74,22 @@ def test_the_picture_of_a_report_is_in_order(report: dict[str, Any]) -> None:
     assert [*faults(lambda: picture({name: report[name] for name in sections.SECTIONS}))] == []
 
 
+@pytest.mark.parametrize(
+    ("policy", "given"),
+    [("length 3", {"gamma": 3}), ("adaptive exit", {"gamma": 8, "adaptive": True})],
+)
+def test_a_simulated_text_takes_the_rounds_of_a_written_one(
+    policy: str, given: dict[str, Any]
+) -> None:
+    options = {"draft": "exit", "exit_layer": 4, "max_new_tokens": 60}
+    session = generate.load("tiny-llama", device="cpu", dtype="float32", **options)
+    case = Case("", session.encode("Once upon a time"), 60)
+    written = write(session, session.new_slot(128), session.options.merged(given), case)
+    found = simulate(POLICIES[policy](), record(session, session.options, case))
+    drafted = sum(len(round.drafted) for round in written.rounds)
+    assert found == (len(written.rounds), drafted) and drafted > len(written.rounds)
+
+
 def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,7 +102,7 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     def write(name: str, seconds: float, token: int, told: float | None, case: Case) -> Written:
         calls.append((case.number, name))
         clock[0] += seconds * case.count
-        return Written([case.ids[0] or token] * case.count, [ROUND] if told else [], told)
+        return Written([[case.ids[0] or token] * case.count], [ROUND] if told else [], told)
 
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
     ways = {
@@ -99,6 +116,7 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     assert turns == [{(number, name) for name in ways} for number in (0, 0, 1, 2)]
     assert [row["seconds"] for row in rows] == [[20, 20, 40], [10, 10, 20], [10, 10, 10]]
     assert [row["equal"] for row in rows] == ["3/3", "3/3", "2/3"]
+    assert {row["repeated"] for row in rows} == {(6 + 6 + 16) / (7 + 7 + 17)}
     b = rows[2]
     assert (b["x"], b["y"], b["accepted"], b["a round"]) == (2, 4, 1 / 3, 2)
     assert b["speed-up"] == {"median": 2, "lowest": 2, "highest": 4}

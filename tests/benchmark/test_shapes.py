@@ -10,6 +10,7 @@ import torch
 from app.files import read_json
 from benchmark import __main__ as command
 from benchmark import rounds, shapes, timing
+from decoding.drafters import ModelDrafter
 from model.plan import LayerPlan
 from tests.folders import LLAMA
 from tests.laws import tiny_model
@@ -31,24 +32,16 @@ def test_named_shapes_have_the_published_numbers_of_parameters() -> None:
     assert counts == pytest.approx(PUBLISHED, abs=6e4)
 
 
-def test_the_best_length_of_a_draft_gives_its_speedup() -> None:
-    """At acceptance 0.8, a step of 0.1 and a verification of 1.8 for the three rows between two
-    measured ones, a draft of two tokens is best: (1 + 0.8 + 0.64) / (0.2 + 1.8).
-    """
-    verify = {1: 1.0, 2: 1.4, 4: 2.2, 16: 99.0}
-    assert shapes.best_speedup(0.8, 0.1, verify) == pytest.approx(2.44 / 2)
-
-
 def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that only steps move: of a row two seconds, of each row more and of each step of a
-    draft half a second.
+    draft half a second. At acceptance 0.8 drafts of two tokens are best: (1 + 0.8 + 0.64) / 2.
     """
     clock = [0.0]
 
-    def step(drafting: shapes.Drafting, rows: int, count: int, turn: int = 0) -> None:
-        clock[0] += count * (0.5 if drafting[2] else 2 + 0.5 * (rows - 1))
+    def step(drafter: ModelDrafter, rows: int, count: int, turn: int = 0) -> None:
+        clock[0] += count * (0.5 if drafter.plan else 2 + 0.5 * (rows - 1))
 
     monkeypatch.setattr(shapes, "run_steps", step)
     monkeypatch.setattr(timing, "now", lambda device: clock[0])

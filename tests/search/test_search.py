@@ -1,37 +1,32 @@
-"""Search: acceptance of a pass, sums of costs, the optimum that it finds, its command, its picture,
+"""Search: acceptance of a pass, sums of costs, the optimum that it finds, its command and pictures,
 and wrong input.
 """
 
-import functools
 import itertools
 import json
-import operator
-import re
-import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from app.options import Options
 from app.plan_file import read_plan
-from decoding.rounds import expected_tokens
 from decoding.sampling import SamplingParams, distribution
 from model.decoder import Decoder
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search import __main__ as command
-from search import costs
+from search import compare, costs
 from search.acceptance import Calibration, accepted_by_race, accepted_by_ratio
+from search.compare import best_so_far
 from search.costs import CostModel, measure_costs, parts_of
 from search.plots import best_values, front, importances
 from search.study import (
     SAMPLERS,
     Prediction,
-    best_so_far,
     early_exits,
     finished,
     first_plans,
@@ -39,6 +34,7 @@ from search.study import (
     parameters,
     plan_of,
     space_of,
+    sublayers,
 )
 from search.texts import Continuation, split_texts
 from tests.calls import interrupted, recorded, status_of
@@ -46,7 +42,6 @@ from tests.configs import FAMILIES
 from tests.folders import LLAMA, write_folder
 from tests.laws import prefilled, tiny_model
 from tests.pictures import faults
-from tests.refusal import refusal
 from weights.load import model_fingerprint
 
 BITS = (*LOW_BITS, FULL)
@@ -57,7 +52,6 @@ PARTS = {
     for bits in BITS
 }
 COSTS = CostModel(PARTS, [1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4])
-SPACE = space_of(4, (0, *LOW_BITS))
 # Optuna's, which the command line switches off
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -72,8 +66,8 @@ def session_of(model: Decoder, **options: Any) -> Any:
 def toy(plan: LayerPlan) -> Prediction:
     """A speed-up that prefers one plan, without a model."""
     wanted = LayerPlan.skipping(plan.num_layers, [0], [0, plan.num_layers - 1])
-    equal = map(operator.eq, plan.attention + plan.mlp, wanted.attention + wanted.mlp)
-    return Prediction(sum(equal) / 4, 4, 0.5)
+    pairs = zip(sublayers(plan).values(), sublayers(wanted).values(), strict=True)
+    return Prediction(sum(own == best for own, best in pairs) / 4, 4, 0.5)
 
 
 def recording(tried: list[LayerPlan]) -> Callable[[LayerPlan], Prediction]:
@@ -113,8 +107,9 @@ def test_one_pass_measures_the_acceptance_of_every_first_draft_step(
     for plan in (
         LayerPlan.early_exit(3, 1),
         LayerPlan.skipping(3, [0, 2], [1]),
-        LayerPlan((4, FULL, 0), (8, 0, 4), head=8),
+        LayerPlan((4, FULL, 0), (8, 0, 4), head=8, window=2),
         LayerPlan.full(3),
+        replace(LayerPlan.full(3), window=3),
     ):
         expected = by_single_steps(model, plan, calibration.params, coupling)
         assert calibration.acceptance(plan) == pytest.approx(expected, abs=1e-9)
@@ -123,50 +118,65 @@ def test_one_pass_measures_the_acceptance_of_every_first_draft_step(
 def test_the_mean_acceptance_of_a_rule_is_the_published_one() -> None:
     """Over the target's tokens: Σ min(p, q), and of the race Σ_x 1 / Σ_y max(p_y/p_x, q_y/q_x)."""
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    q = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
-    tokens = torch.arange(3)[:, None]
-    rows = p.expand(3, 3), q.expand(3, 3), tokens
-    by_ratio = (p * accepted_by_ratio(*rows)[:, 0]).sum()
-    assert by_ratio.item() == pytest.approx(torch.minimum(p, q).sum().item())
-    by_race = (p * accepted_by_race(*rows)[:, 0]).sum()
-    shares = [1 / torch.maximum(p / p[x], q / q[x]).sum() for x in range(3)]
-    assert by_race.item() == pytest.approx(sum(shares).item())
-    never = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
-    assert accepted_by_race(p[None], never, torch.tensor([[1]])).item() == 0
+    q = torch.tensor([0.1, 0.9, 0.0], dtype=torch.float64)
+    rows = p.expand(3, 3), q.expand(3, 3), torch.arange(3)[:, None]
+    by_ratio, by_race = ((p @ rule(*rows)).item() for rule in (accepted_by_ratio, accepted_by_race))
+    assert by_ratio == pytest.approx(torch.minimum(p, q).sum().item())
+    drafted = (0, 1)  # the last token never is
+    shares = [1 / torch.maximum(p / p[x], q / q[x]).sum() for x in drafted]
+    assert by_race == pytest.approx(sum(shares).item())
 
 
 def test_parameters_and_plan_are_inverse() -> None:
     for bits in itertools.product([FULL, *LOW_BITS, 0], repeat=4):
-        plan = LayerPlan(bits[:2], bits[2:], head=bits[0] or LOW_BITS[0])
+        plan = LayerPlan(bits[:2], bits[2:], head=bits[0] or LOW_BITS[0], window=bits[1] or None)
         assert plan_of(parameters(plan)) == plan
 
 
 def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
+    """Attentions under a window have costs of their own."""
     plan = LayerPlan((4, 8, 0), (0, FULL, 4), head=8)
     assert parts_of(plan) == {"attn 4": 1, "attn 8": 1, "mlp 16": 1, "mlp 4": 1, "head 8": 1}
     assert COSTS.step(plan) == pytest.approx(0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12)
+    parts = {"attn 4 of 7": 1, "attn 8 of 7": 1, "mlp 16": 1, "mlp 4": 1, "head 8": 1}
+    assert parts_of(replace(plan, window=7)) == parts
 
 
-def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost() -> None:
+@pytest.mark.parametrize(("rate", "step"), [(0.8, 0.2), (0.3, 0.4), (0.99, 0.01)])
+def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost(
+    rate: float, step: float
+) -> None:
     """(1 - α^(γ+1)) / (1 - α) over γ·c + v: 3.36 tokens over 2.1 at α .8 and γ 4 with c .2."""
-    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / 0.2) == pytest.approx(3.3616)
     costs = CostModel({}, [1.0, 1.1, 1.2, 1.25, 1.3])
-    for rate, step in ((0.8, 0.2), (0.3, 0.4), (0.99, 0.01)):
-        quotients = [
-            (1 - rate ** (length + 1)) / (1 - rate) / (length * step + costs.verify[length])
-            for length in range(1, 5)
-        ]
-        speedup, length = costs.best(rate, step)
-        assert speedup == pytest.approx(max(quotients))
-        assert quotients[length - 1] == pytest.approx(speedup)
+    quotients = [
+        (1 - rate ** (length + 1)) / (1 - rate) / (length * step + costs.verify[length])
+        for length in range(1, 5)
+    ]
+    best = max(quotients)
+    assert costs.best(rate, step) == (pytest.approx(best), 1 + quotients.index(best))
 
 
-def test_costs_are_measured_for_every_part_and_length(tmp_path: Path) -> None:
+def test_costs_are_the_differences_of_timed_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of which a plain round takes ten ticks and each verified row one; of a draft step
+    the head takes two, an MLP one, and an attention one for each of the 30 keys that it sees.
+    """
+
+    def ticks(session: object, cache: object, prompt: object, drafter: Any, gamma: int) -> float:
+        if not hasattr(drafter, "plan"):
+            return 10 + gamma
+        plan = drafter.plan
+        seen = (plan.window or 30) * len(plan.attention_layers)
+        return 10 + gamma + gamma * (2 + sum(each > 0 for each in plan.mlp) + seen)
+
+    monkeypatch.setattr(costs, "seconds_of_round", ticks)
     session = command.Session(Options(model=str(write_folder(tmp_path, LLAMA)), device="cpu"))
-    costs = measure_costs(session, [[1, 2, 3, 4]], [4, FULL])
-    assert {*costs.parts} == {f"{kind} {b}" for kind in ("attn", "mlp", "head") for b in (4, 16)}
-    assert costs.verify[0] == 1 and len(costs.verify) == 9 and min(costs.verify) > 0
-    assert min(costs.parts.values()) >= 0
+    found = measure_costs(session, [[1, 2, 3, 4]], [4, FULL], [None, 7])
+    assert found.verify == [(10 + length) / 10 for length in range(9)]
+    expected = {"head": 0.2, "mlp": 0.1, "attn": 3.0}
+    parts = {f"{kind} {bits}": cost for kind, cost in expected.items() for bits in (4, FULL)}
+    assert found.parts == pytest.approx(parts | {"attn 4 of 7": 0.7, "attn 16 of 7": 0.7})
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
@@ -175,60 +185,60 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     """
     calibration = Calibration(session_of(tiny_model("llama", vocab=7, layers=3)), WRITTEN)
 
-    @functools.cache
     def predict(plan: LayerPlan) -> Prediction:
         rate = calibration.acceptance(plan)
         return Prediction(*COSTS.best(rate, COSTS.step(plan)), rate)
 
-    full = parameters(LayerPlan.full(3))
+    full = LayerPlan.full(3)
     importance = {
-        name: 1 - calibration.acceptance(plan_of({**full, name: 0}))
-        for name in full.keys() - {"head"}
+        name: 1 - calibration.acceptance(plan_of({**parameters(full), name: 0}))
+        for name in sublayers(full)
     }
-    space = {**space_of(3, [0]), "head": [FULL]}
+    space = space_of(3, [0])
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
     first = first_plans(importance, space)
     found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
     assert found[-1] == max(predict(plan).speedup for plan in plans)
 
 
-def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
-    tried: list[LayerPlan] = []
-    objective = recording(tried)
-    curve = best_so_far(objective, space_of(1, [0, 4]), (), 40, SAMPLERS["random"](seed=0))
-    # one layer has 18 such plans
-    assert len(curve) == 40 and len(tried) == len({*tried}) <= 18
-
-
 def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
-    """Exits, the least important sublayers skipped, uniform bits, and the first two in few bits."""
-    lost = {name: 0.5 for name in SPACE if name != "head"} | {"attn 2": 0.01, "mlp 1": 0.02}
-    plans = first_plans(lost, SPACE)
-    full, fewest = LayerPlan.full(4), {"bits": min(LOW_BITS), "head": max(LOW_BITS)}
+    """Exits, the least important sublayers skipped, all sublayers in each number of bits and under
+    each window, and the first two in few bits.
+    """
+    full = LayerPlan.full(4)
+    lost = dict.fromkeys(sublayers(full), 0.5) | {"attn 2": 0.01, "mlp 1": 0.02}
+    plans = first_plans(lost, space_of(4, (0, *LOW_BITS), [7]))
+    fewest = {"bits": min(LOW_BITS), "head": max(LOW_BITS)}
     exit, thinned = LayerPlan.early_exit(4, 1), LayerPlan.skipping(4, [2], [])
     kinds = [exit, thinned, full.in_bits(**fewest), exit.in_bits(**fewest)]
     assert plans[:5] == [*kinds, thinned.in_bits(**fewest)]
-    assert LayerPlan.skipping(4, [2], [1]) in plans and {*early_exits(4)} <= {*plans}
+    assert {LayerPlan.skipping(4, [2], [1]), *early_exits(4)} <= {*plans}
+    assert {replace(each, window=7) for each in (full, full.in_bits(**fewest))} <= {*plans}
     assert len(set(plans)) == len(plans) and full not in plans
-    # a model of one layer has some, too
-    assert first_plans({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
-    for bits in ([0], [8, 4]):
-        used = [
-            {*plan.attention, *plan.mlp, plan.head} for plan in first_plans(lost, space_of(4, bits))
-        ]
-        assert used and set().union(*used) <= {*bits, FULL}, "none but those that may be tried"
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("bits", [[0], [8, 4]])
+def test_starts_have_only_the_bits_that_may_be_tried(layers: int, bits: list[int]) -> None:
+    lost = dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.1)
+    plans = first_plans(lost, space_of(layers, bits))
+    used = {each for plan in plans for each in (*plan.attention, *plan.mlp, plan.head)}
+    assert used and used <= {*bits, FULL}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_first_plans_come_first_and_a_seed_proposes_the_same_plans_after_them(
     sampler: str,
 ) -> None:
-    first = [LayerPlan.full(4), LayerPlan.early_exit(4, 1)]
+    """No plan is predicted twice: one layer has 18 with these bits."""
+    first = [LayerPlan.full(1).in_bits(4, head=4), LayerPlan.full(1)]
     runs: list[list[LayerPlan]] = [[], []]
     for tried in runs:
-        curve = best_so_far(recording(tried), SPACE, first, 30, SAMPLERS[sampler](seed=3))
-        assert curve == sorted(curve) and len(curve) == 30
+        sample = SAMPLERS[sampler](seed=3)
+        curve = best_so_far(recording(tried), space_of(1, [0, 4]), first, 40, sample)
+        assert curve == sorted(curve) and len(curve) == 40
     assert runs[0] == runs[1] and runs[0][:2] == first
+    assert len(tried) == len({*tried}) <= 18
 
 
 def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() -> None:
@@ -236,16 +246,19 @@ def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() 
     plans = [LayerPlan.full(6), LayerPlan.full(6).in_bits(4), LayerPlan.early_exit(6, 3)]
     plans.append(LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8))
     found = {plan: Prediction(1.3, 2, 0.9 - at / 5) for at, plan in enumerate(plans)}
-    for some in (found, {plans[0]: found[plans[0]]}):
-        assert list(faults(lambda some=some: front(some, COSTS))) == []
-    (dots, _) = front(found, COSTS).axes[0].collections[-2:]
+    lost = [dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.9) for layers in (2, 30)]
+    lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
+    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in compare.WAYS}
+    for draw in (
+        lambda: front(found, COSTS),
+        lambda: front({plans[0]: found[plans[0]]}, COSTS),
+        lambda: importances(lost[0], lines),
+        lambda: importances(lost[1], lines),
+        lambda: best_values(curves, 2),
+    ):
+        assert [*faults(draw)] == []
+    dots = front(found, COSTS).axes[0].collections[-2]
     assert dots.get_array().tolist() == [16, 4, 8, 6]
-    for layers in (2, 30):
-        lost = {name: 0.9 for name in space_of(layers, [0]) if name != "head"}
-        lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
-        assert list(faults(lambda lost=lost, lines=lines: importances(lost, lines))) == []
-    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in command.SEARCHES}
-    assert list(faults(lambda: best_values(curves, 2))) == []
 
 
 def test_every_prompt_is_searched_on_or_held_out() -> None:
@@ -265,32 +278,32 @@ def folder(tmp_path: Path) -> Path:
 
 
 def arguments(folder: Path, *more: object) -> list[str]:
-    prompts = folder.parent / "prompts.txt"
-    fixed = ["--max-new-tokens", 16, "--device", "cpu"]
-    return [*map(str, ["--model", folder, "--calibration", prompts, *fixed, *more])]
+    fixed = ["--calibration", folder.parent / "prompts.txt", "--max-new-tokens", 16]
+    return [*map(str, ["--model", folder, "--device", "cpu", *fixed, *more])]
 
 
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "measure_costs", lambda *how: COSTS)
+    monkeypatch.setattr(command, "measure_costs", lambda *how: COSTS)
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_the_command_writes_a_plan_and_a_picture_and_goes_on_with_its_study(
+def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_with_its_study(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, plots = tmp_path / "plan.json", tmp_path / "plots"
-    assert command.main(arguments(folder, "--out", out, "--trials", 6, "--plots", plots)) == 0
+    more = ["--out", out, "--trials", 6, "--plots", plots, "--compare-samplers", 2]
+    assert command.main(arguments(folder, *more)) == 0
     written = json.loads(out.read_text())
     assert written["model"] == model_fingerprint(folder)
     gamma = read_plan(out, 2, folder).gamma
     assert gamma == written["gamma"] and (gamma > 0) == (written["measured_speedup"] > 1)
-    assert {path.name for path in plots.iterdir()} == {"front.svg", "importance.svg"}
+    assert {path.stem for path in plots.iterdir()} == {"front", "importance", "samplers"}
     said = " ".join(capfd.readouterr().err.split())
     assert "with 6 trials no sampler is asked" in said
-    assert re.search("importance by layer, attention [▁▂▃▄▅▆▇█]{2}]", said)
-    named = shlex.quote(str(folder))
-    use = f'python generate.py "Your prompt" --model {named} --draft skip --plan {out}'
+    assert all(f"{name}: " in said for name in compare.WAYS)
+    assert "importance by layer, attention " in said
+    use = f"python generate.py \"Your prompt\" --model '{folder}' --draft skip --plan {out}"
     assert (use in said) == (gamma > 0)
     assert command.main(arguments(folder, "--out", out, "--trials", 8)) == 0
     study = open_study(out.with_suffix(".journal"), written["study"], "tpe", 0)
@@ -335,20 +348,24 @@ def test_costs_are_measured_once_for_all_studies_of_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    measure = Mock(side_effect=[COSTS, AssertionError("again")])
-    monkeypatch.setattr(costs, "measure_costs", measure)
-    assert [costs.kept_costs(None, [], [], "a study") for _ in range(2)] == [COSTS, COSTS]
+    measured = iter([COSTS])
+    assert [costs.kept_costs("a study", lambda: next(measured)) for _ in range(2)] == [COSTS] * 2
 
 
-@pytest.mark.usefixtures("known_costs")
-def test_samplers_are_compared_by_searches_of_their_own(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("context", "windows"), [(20, [None]), (80, [None, 7])])
+def test_a_plan_may_have_a_window_where_prompts_are_long(
+    context: int, windows: list[int | None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--out", tmp_path / "plan.json", "--trials", 7, "--compare-samplers", 2]
-    assert command.main(arguments(folder, *options, "--plots", tmp_path)) == 0
-    said = capfd.readouterr().err
-    assert all(f"{name}: " in said for name in command.SEARCHES)
-    assert (tmp_path / "samplers.svg").exists()
+    """A long prompt has the documents' tokens before the request's."""
+    monkeypatch.setattr(command, "LONG", 60)
+    monkeypatch.setattr(command, "WINDOWS", (7,))
+    seen = recorded(
+        monkeypatch, command, "optimise", lambda study, _, space, trials: (study, space)
+    )
+    assert command.main(arguments(folder, "--trials", 3, "--context", context)) == 0
+    [(study, space)] = seen
+    assert space["window"] == windows
+    assert ("attn 16 of 7" in study.user_attrs["costs"]["parts"]) == (7 in windows)
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -358,7 +375,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     confirm = command.confirm
 
     def half_as_fast(*given: object) -> object:
-        return [(chosen, {**row, "speed-up": 0.5}) for chosen, row in confirm(*given)]
+        return [result._replace(speedup=0.5) for result in confirm(*given)]
 
     interrupted(monkeypatch, CostModel, "best", 6)
     monkeypatch.setattr(command, "confirm", half_as_fast)
@@ -379,24 +396,28 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
         (["--plots", "/dev/null/x"], "/dev/null/x cannot be read or written"),
         (["--calibration", "/nowhere.txt"], "/nowhere.txt cannot be read"),
         (["--max-new-tokens", 4], "and 32 tokens after them in all"),
+        (["--context", 250], "at least 3 prompts that fit the model's context"),
+        (["--context", 10**6], "--context 1000000: the documents have"),
         (
             ["--calibration", Path(__file__).with_name("__init__.py")],
             "a search needs at least 3 prompts",
         ),
         (["--temperature", -1], "temperature must be at least 0"),
+        (["--out", "text.json"], "text.journal is not a search's journal"),
+        (["--out", "json.json"], "json.journal is not a search's journal"),
     ],
 )
 @pytest.mark.usefixtures("known_costs")
 def test_bad_input_is_refused_in_one_line(
-    options: list[object], complaint: str, folder: Path, capfd: pytest.CaptureFixture[str]
+    options: list[object],
+    complaint: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(folder.parent)
+    Path("text.journal").write_text("not a journal\nat all\n")
+    Path("json.journal").write_text('{"op_code": 99}\n')
     assert status_of(command.main, arguments(folder, *options)) == 2
     said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[")]
     assert len(said) == 1 and said[0].startswith("error: ") and complaint in said[0]
-
-
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.journal"
-    for damaged in ("not a journal\nat all\n", '{"op_code": 99}\n'):
-        path.write_text(damaged)
-        assert "not a search's journal" in refusal(open_study, path, "name", "tpe", 0)

@@ -1,0 +1,110 @@
+"""Confirmation of a search: its best plans decode held-out prompts beside plain decoding, and the
+fastest is written.
+
+Knows nothing of how plans are found.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from app.command_line import say
+from app.drafts import plan_in_words
+from app.plan_file import DraftPlan, write_plan
+from app.session import Session
+from app.table import table
+from decoding.rounds import Statistics
+from model.plan import LayerPlan
+from search.study import Prediction
+from search.texts import Continuation
+
+TURNS = 3  # in which a held-out prompt is written in each way
+
+
+class Confirmed(NamedTuple):
+    """A plan, its prediction, and its speed-up and acceptance rate on held-out prompts."""
+
+    plan: LayerPlan
+    predicted: Prediction
+    speedup: float
+    acceptance: float
+
+
+def confirm(
+    session: Session, held_out: Sequence[Continuation], plans: Mapping[LayerPlan, Prediction]
+) -> list[Confirmed]:
+    """Return the results of these plans on the held-out prompts, the fastest first: all prompts are
+    written in turns with plain decoding.
+    """
+    drafts = [DraftPlan(plan, prediction.gamma) for plan, prediction in plans.items()]
+    ways = [{"draft": "none"}, *({"draft": "skip", "plan": draft} for draft in drafts)]
+    seconds = [0.0 for _ in ways]
+    totals = [Statistics() for _ in ways]
+    for text in track(
+        held_out, "running the best plans on held-out prompts", console=Console(stderr=True)
+    ):
+        turns = [
+            [
+                session.finish(session.begin(text.prompt, session.options.merged(way)))
+                for way in ways
+            ]
+            for _ in range(TURNS)
+        ]
+        for number, samples in enumerate(zip(*turns, strict=True)):
+            seconds[number] += median(sample.seconds for sample in samples)
+            for round in samples[0].rounds:
+                totals[number].add(round)
+    plain, *speeds = [total.tokens / took for total, took in zip(totals, seconds, strict=True)]
+    results = [
+        Confirmed(plan, predicted, speed / plain, total.acceptance_rate or 0.0)
+        for (plan, predicted), speed, total in zip(plans.items(), speeds, totals[1:], strict=True)
+    ]
+    return sorted(results, key=lambda result: -result.speedup)
+
+
+def result_table(results: Sequence[Confirmed]) -> Table:
+    """Return the table of these results."""
+    rows = [
+        {
+            "plan": plan_in_words(result.plan),
+            "γ": result.predicted.gamma,
+            "speed-up": result.speedup,
+            "expected": result.predicted.speedup,
+            "accepted": result.acceptance,
+        }
+        for result in results
+    ]
+    return table(rows, "held-out prompts: measured beside plain decoding, and expected")
+
+
+def write_result(path: Path, best: Confirmed, settings: Mapping[str, Any], study: str) -> bool:
+    """Write the plan file of a result, with the settings of its study; return whether the plan is
+    faster than plain decoding. One that is not gets a draft length of 0.
+    """
+    predicted = best.predicted
+    pays = best.speedup > 1
+    provenance = {
+        "acceptance_rate": best.acceptance,
+        "predicted_speedup": predicted.speedup,
+        "measured_speedup": best.speedup,
+        "sampling": settings["sampling"],
+        "dtype": settings["dtype"],
+        "machine": settings["machine"],
+        "date": date.today().isoformat(),
+        "study": study,
+    }
+    draft = DraftPlan(best.plan, predicted.gamma if pays else 0, None, predicted.acceptance)
+    write_plan(path, draft, settings["model"], provenance)
+    told = (
+        f", drafts of up to {predicted.gamma} tokens"
+        if pays
+        else ": no plan beats plain decoding, so --draft skip decodes plainly"
+    )
+    say(f"{path}: {best.speedup:.2f} times plain decoding{told}")
+    return pays
