@@ -3,7 +3,6 @@ takes moments.
 """
 
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -76,26 +75,23 @@ def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list
     """Processes that do ``work`` on an argument each, as torchrun would start them; those still
     there are killed.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        # it outlives them all
-        kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        shared = {
-            "WORLD_SIZE": len(arguments),
-            "LOCAL_WORLD_SIZE": len(arguments),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }
+    # the meeting place of the processes, which outlives them
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": len(arguments),
+        "LOCAL_WORLD_SIZE": len(arguments),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    with tempfile.TemporaryDirectory() as folder:
         processes = [
             Process(
                 work,
                 argument,
                 {**shared, "RANK": rank, "LOCAL_RANK": rank},
-                Path(folder, str(rank)),
+                Path(folder, f"{rank}"),
             )
             for rank, argument in enumerate(arguments)
         ]
@@ -105,7 +101,6 @@ def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list
             for process in processes:
                 process.process.kill()
                 process.process.join()
-            del kept
 
 
 def run_all(work: Callable[..., int], arguments: Sequence[Any]) -> list[Outcome]:
