@@ -51,7 +51,12 @@ lint: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The cache folder belongs to all checkouts, so its removal is only offered.
 clean:
+	@kept=$$($(BIN)/python -c 'from model.places import cache_folder; print(cache_folder())' 2>/dev/null); \
+	if [ -d "$$kept" ]; then \
+		echo "compiled steps and measurements stay, $$(du -sh "$$kept" | cut -f 1): rm -r '$$kept' removes them"; \
+	fi
 	rm -rf .venv
 
 # The shell receives the prompt through the environment, so that quotes in it stay quotes ($ is written $$).

@@ -4,6 +4,7 @@ that are the same every run; the real checkpoint.
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ settings.register_profile(
 settings.load_profile("reproducible")
 
 
-# one of several processes, each with a part of the tests
-WORKER = "PYTEST_XDIST_WORKER" in os.environ
+WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes that share the tests
 
 
 def pytest_configure() -> None:
+    """Set the threads, and compile the step once for all processes."""
     import torch
 
     torch.set_num_threads(1 if WORKER else 2)
@@ -47,6 +48,14 @@ def pytest_configure() -> None:
 
         model = accelerate(tiny_model("llama").float())
         model(torch.zeros(1, 1, dtype=torch.int64), model.new_cache(1), 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Explain skipped tests, with one line for each reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, number in reasons.items():
+        terminalreporter.write_line(f"{number} skipped: {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,13 +3,11 @@ takes moments.
 """
 
 import os
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,18 +18,13 @@ import torch.distributed as dist
 
 from model.decoder import Decoder
 from model.families import build
-from model.parallel import Cut, Shard, exchange, split
+from model.parallel import Cut, Shard, split
 from tests.commands import Outcome
 from tests.laws import random_model
 
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "generate", "app.processes"])
 PATIENCE = 60  # seconds, after which a test fails that should take one or two
-
-
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    return exchange(dist.broadcast_object_list, [value], 0)[0]
 
 
 class Process:
@@ -82,26 +75,23 @@ def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list
     """Processes that do ``work`` on an argument each, as torchrun would start them; those still
     there are killed.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        # it outlives them all
-        kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        shared = {
-            "WORLD_SIZE": len(arguments),
-            "LOCAL_WORLD_SIZE": len(arguments),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }
+    # the meeting place of the processes, which outlives them
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": len(arguments),
+        "LOCAL_WORLD_SIZE": len(arguments),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    with tempfile.TemporaryDirectory() as folder:
         processes = [
             Process(
                 work,
                 argument,
                 {**shared, "RANK": rank, "LOCAL_RANK": rank},
-                Path(folder, str(rank)),
+                Path(folder, f"{rank}"),
             )
             for rank, argument in enumerate(arguments)
         ]
@@ -111,7 +101,6 @@ def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list
             for process in processes:
                 process.process.kill()
                 process.process.join()
-            del kept
 
 
 def run_all(work: Callable[..., int], arguments: Sequence[Any]) -> list[Outcome]:
@@ -136,47 +125,18 @@ def part_of(parameter: torch.Tensor, cut: Cut) -> torch.Tensor:
     return parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
 
 
-def join(place: str, rank: int, size: int) -> None:
-    """Meet the other ranks at a file."""
-    patience = timedelta(seconds=PATIENCE)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place}", rank=rank, world_size=size, timeout=patience
-    )
+def on_ranks(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
+    """What ``work`` returns on each of ``size`` ranks of a process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Path(folder, str(rank)) for rank in range(size)]
+        for ended in run_all(save_result, [(place, work, given) for place in places]):
+            assert ended.status == 0, ended.err
+        return [torch.load(place) for place in places]
 
 
-def serve(meeting: tuple[str, int, int]) -> int:
-    """Do the same work as rank 0, as often as it asks."""
-    join(*meeting)
-    while asked := from_rank_0(None):
-        work, arguments = asked
-        gather(work(*arguments))
+def save_result(asked: tuple[Path, Callable[..., Any], tuple[Any, ...]]) -> int:
+    """Do the work as one rank; its result goes into a file."""
+    place, work, given = asked
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    torch.save(work(*given), place)
     return 0
-
-
-def gather(result: Any) -> list[Any]:
-    """The results of all ranks, on every rank."""
-    return exchange(dist.all_gather_object, [None] * dist.get_world_size(), result)
-
-
-@dataclass
-class Ranks:
-    """``size`` ranks, of which this process is the first."""
-
-    size: int
-
-    def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Do the work on every rank; returns the results of all."""
-        from_rank_0((work, arguments))
-        return gather(work(*arguments))
-
-
-@contextmanager
-def joined(size: int, place: Path) -> Iterator[Ranks]:
-    """Ranks that wait for work."""
-    with started(serve, [(str(place), rank, size) for rank in range(1, size)]):
-        join(str(place), 0, size)
-        try:
-            yield Ranks(size)
-            from_rank_0(None)
-        finally:
-            dist.destroy_process_group()

@@ -40,6 +40,7 @@ SHORT = {
 }
 MODEL = "weights/smollm2-135m-instruct"
 READY = (".venv/ready", ".venv/ready-dev", ".venv/ready-serve", f"{MODEL}/model.safetensors")
+MAKE = " ".join(["make", *(f"-o {target}" for target in READY)])  # installs and fetches nothing
 INSTALLED = (  # into an environment that has the packages of this one, but not the checkout
     'python -m venv --without-pip ~/own && echo "{packages}" >'
     " ~/own/lib/python{version}/site-packages/packages.pth && ~/own/bin/python -m pip install"
@@ -111,7 +112,7 @@ def runnable(kind: str, content: str) -> str:
     for beginning, options in SHORT.items():
         if command.startswith(beginning):
             command += f" {options}"
-    command = re.sub(r"^make ", "".join(["make ", *(f"-o {path} " for path in READY)]), command)
+    command = re.sub("^make ", f"{MAKE} ", command)
     is_server = content.startswith("make serve") or " --serve " in content
     return f"serve {shlex.quote(command)}" if is_server else command
 

@@ -2,7 +2,6 @@
 the same bits on every rank.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from model.parallel import Shard
 from model.plan import LayerPlan
 from tests.configs import FAMILIES, small
 from tests.laws import EXACT, random_model
-from tests.ranks import Ranks, joined, split_model
+from tests.ranks import on_ranks, split_model
 from tests.refusal import refusal
 
 
@@ -34,14 +33,6 @@ def config(family: str, size: int, **changes: Any) -> dict[str, Any]:
         "mlp_bias": family == "llama",
     }
     return small(family, **shape | changes)
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranks]:
-    with joined(request.param, tmp_path_factory.mktemp("meeting") / "place") as ranks:
-        yield ranks
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -70,8 +61,11 @@ def logits_of(model: Decoder) -> Tensor:
     return torch.cat([*parts, model(tokens)], 1)
 
 
-def split_logits(config: dict[str, Any]) -> Tensor:
-    return logits_of(split_model(config))
+Case = tuple[str, str]
+
+
+def split_logits(configs: dict[Case, dict[str, Any]]) -> dict[Case, Tensor]:
+    return {case: logits_of(split_model(config)) for case, config in configs.items()}
 
 
 FEW = "two query heads per key head"
@@ -79,14 +73,14 @@ CASES = [(family, FEW) for family in FAMILIES]
 CASES += [(family, shape) for family in ("llama", "gemma2") for shape in SHAPES if shape != FEW]
 
 
-@pytest.mark.parametrize(("family", "shape"), CASES)
-def test_logits_on_every_rank_are_those_of_one_process(
-    ranks: Ranks, family: str, shape: str
-) -> None:
-    shaped = config(family, ranks.size, **SHAPES[shape])
-    first, *others = ranks.run(split_logits, shaped)
-    torch.testing.assert_close(first, logits_of(random_model(shaped)), rtol=0, atol=EXACT)
-    assert all(torch.equal(other, first) for other in others)
+@pytest.mark.parametrize("size", [2, 3])
+def test_logits_on_every_rank_are_those_of_one_process(size: int) -> None:
+    configs = {case: config(case[0], size, **SHAPES[case[1]]) for case in CASES}
+    first, *others = on_ranks(size, split_logits, configs)
+    for case, shaped in configs.items():
+        whole = logits_of(random_model(shaped))
+        torch.testing.assert_close(first[case], whole, rtol=0, atol=EXACT, msg=str(case))
+        assert all(torch.equal(other[case], first[case]) for other in others), case
 
 
 @pytest.mark.parametrize(

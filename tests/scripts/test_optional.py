@@ -20,10 +20,14 @@ OPTIONAL = {
     "proof": ["decoding/proof"],
 }
 KEPT = ("app", "decoding", "model", "weights", "tests", "generate.py", "pyproject.toml")
-COMMAND = ["generate.py", "Once upon a time", "--model", "tiny-llama", "--draft", "exit", "--json"]
-COMMAND += ["--dtype", "float32"]  # without model/fast, bfloat16 would round differently
-LAWS = ["tests/decoding/test_speculate.py", "tests/decoding/proof/test_exact_law.py"]
-LAWS += ["-k", "perfect or residual or (pair and plan and budget and free)"]
+COMMAND = [
+    *("generate.py", "Once upon a time", "--model", "tiny-llama", "--draft", "exit", "--json"),
+    *("--dtype", "float32"),  # without model/fast, bfloat16 would round differently
+]
+LAWS = [
+    *("tests/decoding/test_speculate.py", "tests/decoding/proof/test_exact_law.py"),
+    *("-k", "perfect or residual or (pair and plan and budget and free)"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,7 @@ def example(file: Path) -> dict[str, Any]:
 
 def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, Any]) -> None:
     class Flatterer(example["Bigrams"]):  # type: ignore[misc]
-        """The same, but it claims to have been sure of what it drew: a lie that biases the
-        output.
-        """
+        """The same, but it claims that every token was as likely as any other."""
 
         def propose(self, *request: Any) -> Draft:
             draft = super().propose(*request)
@@ -85,33 +83,23 @@ class Mine(PromptLookup):
     def __init__(self, target, cache):
         super().__init__()
 
-    def propose(self, text, *rest):
-        return super().propose(text, *rest)
-
-    def rollback(self, length):
-        super().rollback(length)
+    def {method}(self, given, *rest):
+        if {length} > 12: {error}
+        return super().{method}(given, *rest)
 """
-
-
-def failing(folder: Path, method: str, error: str) -> tuple[str, str]:
-    """A drafter whose method fails late in the text, and the place of the error in words."""
-    before, head, after = re.split(rf"(def {method}.*\n)", FAILING)
-    length = {"propose": "len(text)", "rollback": "length"}[method]
-    (folder / "mine.py").write_text(f"{before}{head}        if {length} > 12: {error}\n{after}")
-    line = before.count("\n") + 2
-    return f"{folder / 'mine.py'}:Mine", f"mine.py:Mine, line {line}: "
 
 
 @pytest.mark.parametrize("samples", ["1", "2"])
 @pytest.mark.parametrize(
-    ("method", "error", "said"),
+    ("method", "length", "error", "said"),
     [
-        ("propose", "1 / 0", "ZeroDivisionError: division by zero"),
-        ("rollback", "exit(0)", "SystemExit: 0"),
+        ("propose", "len(given)", "1 / 0", "ZeroDivisionError: division by zero"),
+        ("rollback", "given", "exit(0)", "SystemExit: 0"),
     ],
 )
 def test_an_error_in_a_drafter_says_where_and_keeps_the_text(
     method: str,
+    length: str,
     error: str,
     said: str,
     samples: str,
@@ -119,14 +107,15 @@ def test_an_error_in_a_drafter_says_where_and_keeps_the_text(
     model: str,
     tmp_path: Path,
 ) -> None:
-    draft, place = failing(tmp_path, method, error)
+    (tmp_path / "mine.py").write_text(FAILING.format(method=method, length=length, error=error))
     command = ["the hen", "--model", model, "--json", "--max-new-tokens", "30"]
     whole = run(*command, "--draft", "none").result["tokens"]
+    draft = f"{tmp_path / 'mine.py'}:Mine"
     outcome = run(*command, "--draft", draft, "--num-samples", samples)
     assert outcome.status == 2 and len(outcome.objects) == int(samples)
     for each in outcome.objects:
         assert each["finish_reason"] == "interrupted" and len(each["tokens"]) > 3
         assert each["tokens"] == whole[: len(each["tokens"])]
     *trace, last = outcome.err.splitlines()
-    assert last.startswith("error: --draft ") and last.endswith(place + said)
+    assert last.startswith("error: --draft ") and last.endswith(f"mine.py:Mine, line 10: {said}")
     assert f"in {method}" in "\n".join(trace), "the traceback comes before it"
