@@ -7,17 +7,26 @@ the model can run here. The library obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and 
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    constants,
+    errors,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from rich.filesize import decimal
 
 from app.files import read_json
 from model.config import ModelConfig, parse_config
 from model.errors import InputError, one_line
-from weights.load import INDEX, indexed_files
+from weights.checkpoint import INDEX, indexed_files
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES
 
-FILES = ["config.json", INDEX, "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
+CONFIG = "config.json"
+FILES = [CONFIG, INDEX, "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
 NARROWEST = 2  # bytes per weight in bfloat16 and float16
 
 
@@ -28,7 +37,9 @@ def download(name: str, revision: str | None = None) -> Path:
     fails.
     """
     try:
-        config = Path(hf_hub_download(name, "config.json", revision=revision))
+        if not isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
+            ask_once(name, revision)
+        config = Path(hf_hub_download(name, CONFIG, revision=revision))
         check_size(name, parse_config(read_json(config)))
         # the commit of this config.json, so that all files are of one version
         commit = config.parent.name
@@ -41,6 +52,19 @@ def download(name: str, revision: str | None = None) -> Path:
         raise
     except Exception as error:  # of the hub, the network and their libraries
         raise InputError(f"{name} {reason_of(error, revision)}") from None
+
+
+def ask_once(name: str, revision: str | None) -> None:
+    """Raise an error of the hub where it does not answer, or has no ``config.json`` of the model.
+
+    Without a network ``hf_hub_download`` would try again for half a minute.
+    """
+    try:
+        get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision))
+    except errors.HfHubHTTPError:  # an answer
+        raise
+    except Exception as error:  # of the network's library
+        raise errors.LocalEntryNotFoundError("the hub does not answer") from error
 
 
 def check_size(name: str, config: ModelConfig) -> None:

@@ -5,6 +5,7 @@ and refusals in one line.
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,11 +15,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from tests.calls import recorded
 from tests.folders import LLAMA, write_folder
 from tests.refusal import refusal
 from weights.load import load_model, model_folder, shown_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
 REVISIONS = ("main", "v1", COMMIT)
 STATUS = {
     "hub/down": (503, ""),
@@ -175,7 +178,7 @@ def test_a_model_that_cannot_run_is_refused_by_its_config_alone(name: str) -> No
         ("hub/gated", None, "is gated: ask for access on its page, and set HF_TOKEN"),
         ("hub/whole", "v9", "has no revision 'v9': give a branch, a tag or a commit"),
         ("hub/other-format", None, "has no config.json"),
-        ("hub/down", None, "the hub cannot be reached: check the network"),
+        ("hub/down", None, "hub/down could not be downloaded, run the same command again: "),
         ("hub/broken", None, "hub/broken could not be downloaded"),
     ],
 )
@@ -185,6 +188,20 @@ def test_what_the_hub_refuses_is_one_line_with_the_remedy(
     """Twice: a download that breaks off leaves nothing that looks whole."""
     for _ in range(2):
         assert said in refusal(model_folder, name, revision)
+
+
+@pytest.mark.usefixtures("hub")
+def test_without_a_network_the_hub_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model in the cache needs no network."""
+    found = model_folder("hub/cached")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", CLOSED + "/{repo_id}/{filename}")
+    monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
+    pauses = recorded(monkeypatch, time, "sleep", lambda seconds: seconds)
+    assert model_folder("hub/cached") == found
+    assert "the hub cannot be reached: check the network" in refusal(model_folder, "hub/absent")
+    assert not pauses and not caplog.records
 
 
 def test_a_local_folder_wins_and_has_no_revisions(

@@ -29,14 +29,8 @@ from tests.laws import plans
 from tests.ranks import part_of
 from tests.refusal import line_of, refusal
 from weights import load
-from weights.load import (
-    STORED_DTYPES,
-    StoredTensor,
-    load_model,
-    model_fingerprint,
-    model_folder,
-    pick_dtype,
-)
+from weights.checkpoint import STORED_DTYPES, StoredTensor
+from weights.load import load_model, model_fingerprint, model_folder, pick_dtype
 from weights.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
