@@ -32,7 +32,7 @@ from training.recipe import (
     growth_from_scratch,
     recipe_loss,
 )
-from training.run import OPTIONS, load_state, prepare, save_run
+from training.run import OPTIONS, load_state, read_inputs, save_run
 from training.text import Rows
 
 MAX_NORM = 1.0  # of a step's gradient
@@ -47,7 +47,7 @@ def train(options: argparse.Namespace) -> None:
     """Train a model, evaluate it and save it."""
     say(f"reading {', '.join(map(str, options.data))}")
     keep_freed_memory()
-    model, rows, held_out = prepare(options)
+    model, rows, held_out = read_inputs(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
     state = load_state(options)

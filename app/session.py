@@ -35,7 +35,7 @@ from model.decoder import PREFILL_CHUNK, Decoder
 from model.device import now
 from model.errors import InputError
 from model.plan import LayerPlan
-from weights.importance import importance
+from weights.importance import set_importance
 from weights.load import load_model, model_folder, pick_dtype, read_config, shown_name
 from weights.memory import Memory, check_fits, estimate, free_bytes, low_bit_bytes
 from weights.tokenizer import Tokenizer
@@ -251,7 +251,7 @@ class Session:
         if plan in self.prepared:
             return
         if plan.has_low_bits and self.model.abilities.low_bits:
-            importance(self.model, self.tokenizer, self.folder)
+            set_importance(self.model, self.tokenizer, self.folder)
         self.model.prepare(plan)
         self.prepared.add(plan)
 

@@ -160,7 +160,7 @@ OPTIONS: Groups = {
 }
 
 
-def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
+def read_inputs(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     """Return the initial model in float32, training rows, and held-out rows.
 
     A new tokenizer is written into ``--out``.

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from app.files import atomic_path, read_json_lines, write_json
 from model.errors import InputError
-from weights.tokenizer import Tokenizer, byte_level_tokenizer
+from weights.tokenizer import Tokenizer
+from weights.tokenizer_files import byte_level_tokenizer
 
 HELD_OUT_ONE_IN = 50  # documents
 BEGIN = "<s>"  # id 0

