@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -100,15 +100,14 @@ def stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]
         )
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        for name, entry in read_header(path).items():
-            short = name.removeprefix("model.")
+        for tensor in read_header(path):
+            short = tensor.name.removeprefix("model.")
             if short in tensors:
                 raise InputError(
-                    f"{path}: tensor {name!r:.100} is stored twice, also in"
+                    f"{path}: tensor {tensor.name!r:.100} is stored twice, also in"
                     f" {tensors[short].file.name}: remove the files of another download"
                 )
-            shape = tuple(entry.get_shape())
-            tensors[short] = StoredTensor(path, name, shape, entry.get_dtype())
+            tensors[short] = tensor
     if EMBEDDING not in tensors and HEAD in tensors and config.tie_embeddings:
         tensors[EMBEDDING] = tensors.pop(HEAD)
     if EMBEDDING not in tensors:
@@ -126,16 +125,19 @@ def indexed_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted({*weights.values()})]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Return the stored dtype and shape of each tensor in a safetensors file, as a slice of the
-    library.
+def read_header(path: Path) -> list[StoredTensor]:
+    """Return the tensors of a safetensors file by its header, in the order of their names.
 
     Raises InputError for a missing or damaged file.
     """
     check_is_fetched(path)
     trouble = f"{path} is not a whole safetensors file, fetch or export it again"
     with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
-        return {name: file.get_slice(name) for name in sorted(file.keys())}
+        entries = {name: file.get_slice(name) for name in sorted(file.keys())}
+        return [
+            StoredTensor(path, name, tuple(entry.get_shape()), entry.get_dtype())
+            for name, entry in entries.items()
+        ]
 
 
 def refuse_other_formats(path: Path) -> None:

@@ -20,7 +20,7 @@ from app.files import check_is_fetched, read_optional_json, read_text
 from model.config import LARGEST
 from model.errors import InputError, explaining
 from weights.chat_template import NO_VARIABLES, as_text, default_template, render
-from weights.tokenizer_files import SPACE_MARK, pieces_of, read_library
+from weights.tokenizer_files import SPACE_MARK, begin_with, pieces_of, read_library
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # of an added token: whether blanks before and after belong to it, and whether it may touch letters
@@ -38,8 +38,6 @@ class Tokenizer:
     ``finder``        a tokenizer that finds names of added tokens only, by the rules of each: which
                       blanks belong to it, and where it counts
     ``byte_level``    whether pieces are byte-level
-    ``bos``           the beginning-of-text token that tokenizer_config.json asks for, if any; where
-                      it says nothing, ``file_decides_bos``
     ``special``       ids of control tokens by name
     ``any_name``      pattern of their names, which matches nothing where there are none
     ``names``         names of some of them by role, such as "bos_token"; "" for a role without one
@@ -78,12 +76,14 @@ class Tokenizer:
         # raised by the libraries
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
             self._read_tokens(path, listed)
+            # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
+            wants_bos = settings.get("add_bos_token")
+            if wants_bos is not None:
+                bos = self.names["bos_token"]
+                has_bos = wants_bos and bos in self.special
+                begin_with({bos: self.special[bos]} if has_bos else {}, self.library)
         longest_first = sorted(self.special, key=len, reverse=True)
         self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
-        wants_bos = settings.get("add_bos_token")
-        self.file_decides_bos = wants_bos is None
-        self.bos = self.special.get(self.names["bos_token"]) if wants_bos else None
         self.eos_ids = frozenset({self.special.get(self.names["eos_token"])} - {None})
         for name in ("config.json", "generation_config.json"):  # the last that names any is right
             found = read_optional_json(folder / name).get("eos_token_id")
@@ -155,10 +155,9 @@ class Tokenizer:
         text = "".join(
             self.placeholder if isinstance(part, int) else self.normalise(part) for part in parts
         )
-        ids = self.library.encode(text, add_special_tokens=begin and self.file_decides_bos).ids
+        ids = self.library.encode(text, add_special_tokens=begin).ids
         placeholder = self.library.token_to_id(self.placeholder)
-        bos = [] if self.bos is None or not begin else [self.bos]
-        return bos + [next(control) if number == placeholder else number for number in ids]
+        return [next(control) if number == placeholder else number for number in ids]
 
     def _split(self, text: str) -> list[int | str]:
         """Return the ids of the control tokens that a text names, and the texts between them.

@@ -96,10 +96,15 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in whole])
     if (bos := source.bos_id()) >= 0:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{pieces[bos]} $A", special_tokens=[(pieces[bos], bos)]
-        )
+        begin_with({pieces[bos]: bos}, tokenizer)
     return tokenizer, source.Normalize
+
+
+def begin_with(control: Mapping[str, int], library: tokenizers.Tokenizer) -> None:
+    """Let a text begin with these control tokens (ids by name) where the library encodes it."""
+    library.post_processor = processors.TemplateProcessing(
+        single=[*control, "$A"], special_tokens=[*control.items()]
+    )
 
 
 def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
