@@ -45,17 +45,16 @@ DTYPES = {  # by their names on a command line
     "float64": torch.float64,
 }
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-NOT_INSTALLED = ("small-llama", "tiny-gemma2")  # that the repository has, and a wheel leaves out
+NOT_INSTALLED = ("small-llama", "tiny-gemma2")  # in the repository, but in no wheel of it
 SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """Return the model folder at a path, of this name under ``weights/``, or downloaded from the
-    hub.
+    """Return the folder of a model: a path, a name under ``weights/`` or one on the hub, in this
+    order.
 
-    The first of these that exists is taken; ``revision`` is one on the hub. Raises InputError where
-    there is none.
+    A model on the hub is downloaded, at ``revision``. Raises InputError where there is none.
     """
     for folder in (Path(name), WEIGHTS / name):
         if os.path.isfile(folder / "config.json"):

@@ -30,8 +30,10 @@ SAMPLE = "The quick brown fox isn't 12 years old.\n\n\tif (x != [3.5]):  naïve 
 
 
 class Tokenizer:
-    """Tokenizer of a model folder. Names of control tokens count in a chat template and in a whole
-    prompt. In a message they are text, so that no user can end a turn by typing one.
+    """Tokenizer of a model folder.
+
+    The name of a control token counts as the token in a chat template and in a whole prompt. In a
+    message it is text, so that no user can end a turn by typing one.
 
     ``library``       the tokenizer that encodes and decodes, and ``normalise`` the function that a
                       text passes before it
@@ -115,7 +117,7 @@ class Tokenizer:
         self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
 
     def _check_end_of_turn(self, folder: Path) -> None:
-        """Say so where the control token after an answer of the chat template ends no text."""
+        """Print a line where the chat template ends answers with a token that ends no text."""
         answer = self.placeholder
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         rest = ""
@@ -137,19 +139,16 @@ class Tokenizer:
         return self.encode_parts(*parts, begin=True)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Return the token ids of a text that continues another one: no beginning and no space
-        before it.
-        """
+        """Return the token ids of a text that continues another one, with nothing before it."""
         if self.byte_level:
             return self.library.encode(text, add_special_tokens=False).ids
         return [piece.id for piece in self.library.model.tokenize(text.replace(" ", SPACE_MARK))]
 
     def encode_parts(self, *parts: int | str, begin: bool = False) -> list[int]:
-        """Return the token ids of texts and, given as ids, control tokens between them; nothing
-        before, unless they ``begin`` a text.
+        """Return the token ids of parts: texts, and control tokens given as ids.
 
-        They are encoded together, because a text after a control token may be encoded differently
-        from one at the beginning.
+        A beginning-of-text token comes before them only where they ``begin`` a text. They are
+        encoded together, because a text may be encoded differently after a control token.
         """
         control = (part for part in parts if isinstance(part, int))
         text = "".join(
@@ -160,9 +159,9 @@ class Tokenizer:
         return [next(control) if number == placeholder else number for number in ids]
 
     def _split(self, text: str) -> list[int | str]:
-        """Return the ids of the control tokens that a text names, and the texts between them.
+        """Return the parts of a text: the ids of control tokens that it names, and texts between.
 
-        A name counts as it is spelt, before any normalisation, and not where it is hidden.
+        A name is found in the text as typed, before any normalisation, and not where it is hidden.
         """
         tokens = self.finder.get_added_tokens_decoder()
         found = self.finder.encode(text)
@@ -182,9 +181,8 @@ class Tokenizer:
         answer: str = "",
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[int]:
-        """Return the token ids of a conversation, up to the beginning of the assistant's answer, or
-        up to the end of an ``answer`` that has begun. The template also has these ``variables``,
-        JSON values.
+        """Return the token ids of a conversation up to the beginning of the assistant's answer, and
+        of an ``answer`` that has begun. The template also has these ``variables``, JSON values.
 
         Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of
         control tokens are control tokens in the template, and text in a content or a variable.
@@ -262,11 +260,11 @@ def control_tokens(
     listed: Mapping[int, AddedToken],
     names: Iterable[str],
 ) -> dict[str, int]:
-    """Return the ids of control tokens by name: those of the tokenizer file, and those that
-    tokenizer_config.json has ``listed`` (with ids) or only named.
+    """Return the ids of control tokens by name: those of the tokenizer file, those that
+    tokenizer_config.json has ``listed`` with ids, and those that it only names.
 
-    Of the latter, the tokens in the file's vocabulary become control tokens of the library too. The
-    ids of the others are beyond the vocabulary.
+    The settings' tokens that are in the file's vocabulary become control tokens of the library
+    too. The ids of the others are beyond the vocabulary.
     """
     own = {
         token.content: number

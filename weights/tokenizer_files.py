@@ -28,9 +28,10 @@ BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
 
 
 def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
-    """Return the tokenizer of a file, which encodes the names of control tokens as text; and the
-    function that normalises a text before it. Only sentencepiece has one. Raises errors of any
-    kind.
+    """Return the tokenizer of a file, and the function that normalises a text before it.
+
+    Sentencepiece's normalisation is such a function; the other kind normalises by itself. The
+    tokenizer encodes the name of a control token as text. Raises errors of any kind.
     """
     library, normalise = (
         (tokenizers.Tokenizer.from_file(str(path)), str)
@@ -47,9 +48,9 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     """Return the byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text.
     Raises InputError for a unigram model.
 
-    Its file has no merges but a score per piece. A piece is merged from any two pieces, the higher
-    its score the earlier. User-defined pieces are found before any merge. They are those of score 0
-    that stay whole under a dropout of 1, with which sentencepiece merges nothing.
+    The file has a score per piece in place of merges. A piece is merged from any two pieces, and
+    pieces of higher scores earlier. User-defined pieces are found before any merge: those of score
+    0 that sentencepiece keeps whole under a dropout of 1, which allows no merge.
     """
     source = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     pieces = [source.IdToPiece(number) for number in range(source.GetPieceSize())]

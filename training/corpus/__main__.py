@@ -33,7 +33,7 @@ DISTINCT_CHARACTERS = 200
 
 
 def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path: Path) -> None:
-    """Add those of ``more`` whose "response" begins otherwise than all before, and write the file,
+    """Add the stories of ``more`` whose "response" begins like none before, and write the file
     atomically.
     """
     for story in more:
@@ -42,11 +42,11 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
 
 
 def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[dict[str, str]]:
-    """Yield the stories worth learning, of ``rows`` that the model writes: each a "prompt" and a
+    """Let the model write ``rows`` stories, and yield those worth learning: each a "prompt" and a
     "response".
 
-    A request is a turn of a chat or, without a chat template, plain text. The model continues its
-    opening.
+    A request is a turn of a chat or, without a chat template, plain text. The model continues an
+    opening of the story.
     """
     tokenizer = session.tokenizer
     options = session.options.merged({"seed": rng.getrandbits(63)})
