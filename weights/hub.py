@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
 from rich.filesize import decimal
 
-from app.files import read_json
+from app.common.files import read_json
 from model.config import ModelConfig, parse_config
 from model.errors import InputError, one_line
 from weights.load import INDEX, indexed_files

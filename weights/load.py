@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from app.command_line import say
-from app.files import check_is_fetched, read_json, read_optional_json
+from app.common.command_line import say
+from app.common.files import check_is_fetched, read_json, read_optional_json
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.device import multiplies_bf16

@@ -22,8 +22,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from app.command_line import say
-from app.files import check_is_fetched, read_optional_json, read_text
+from app.common.command_line import say
+from app.common.files import check_is_fetched, read_optional_json, read_text
 from model.config import LARGEST
 from model.errors import InputError, explaining
 
