@@ -6,7 +6,7 @@ the same weights. Knows nothing of the files of a run, which ``training/run.py``
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from app.command_line import say
-from app.device import keep_freed_memory, pick_device
-from app.parsers import script
+from app.common.command_line import say
+from app.common.device import keep_freed_memory, pick_device
+from app.common.parsers import script
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from select import select
 
-from app.command_line import say
+from app.common.command_line import say
 from app.output import statistics_line, view
 from app.prompt import checked_text
 from app.session import ContextFull, Sample, Session, Slot, pieces

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.command_line import say
+from app.common.command_line import say
 from app.options import GAMMA_LOW_BITS, LONGEST_ADAPTIVE, Options
 from app.plan_file import GAMMA, DraftPlan, read_plan
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup

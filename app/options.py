@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
+from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
 from app.plan_file import GAMMA, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS, Rule

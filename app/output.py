@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from app.characters import Labels, TextStream
-from app.command_line import say
+from app.common.command_line import say
 from app.session import Sample, Session
 from app.trace import PAUSE, LiveTrace
 from decoding.rounds import Round, common_prefix

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.files import read_json, write_json
+from app.common.files import read_json, write_json
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model.errors import InputError
 from model.plan import FULL, LOW_BITS, LayerPlan

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from app.command_line import run_command
+from app.common.command_line import run_command
 from app.options import Options
 from app.prompt import read_prompt
 from app.session import Sample, Session

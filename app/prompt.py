@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from app.files import read_text
+from app.common.files import read_text
 from app.options import Options, flag_of
 from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from app.characters import Labels, TextStream
-from app.command_line import say
-from app.device import pick_device
+from app.common.command_line import say
+from app.common.device import pick_device
 from app.drafts import optional_plans, plan_for, strategy_of
 from app.options import GRAMMARS, OF_THE_MODEL, Options
 from app.plan_file import LONGEST_DRAFT

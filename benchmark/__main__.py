@@ -4,7 +4,7 @@
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from app.device import machine, pick_device
-from app.files import check_place, read_json, write_json
+from app.common.device import machine, pick_device
+from app.common.files import check_place, read_json, write_json
+from app.common.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
+from app.common.picture import write_picture
+from app.common.table import Row, table
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
-from app.picture import write_picture
 from app.session import Session
-from app.table import Row, table
 from benchmark import picture, rounds, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
 from decoding.verify import COUPLINGS

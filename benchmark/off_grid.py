@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from app.command_line import say
+from app.common.command_line import say
 from app.options import Options
 from app.session import Session, accelerated
 from model.decoder import Decoder

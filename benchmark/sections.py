@@ -15,11 +15,11 @@ from statistics import median
 
 import torch
 
+from app.common.files import read_json
+from app.common.table import Row
 from app.drafts import WINDOW, strategy_of
-from app.files import read_json
 from app.options import Options
 from app.session import Session
-from app.table import Row
 from benchmark.shapes import ROWS, measure_costs
 from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write

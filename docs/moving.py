@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from app.characters import Labels, visible
-from app.files import write_text
+from app.common.files import write_text
 from app.session import Sample, load
 
 PICTURE = Path(__file__).with_name("round.svg")

@@ -8,7 +8,7 @@ fastest is written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -30,16 +30,16 @@ import optuna
 from rich.console import Console
 from rich.progress import track
 
-from app.command_line import say
-from app.device import machine
+from app.common.command_line import say
+from app.common.device import machine
+from app.common.files import check_place, read_optional_json
+from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
+from app.common.picture import write_picture
+from app.common.table import Row, table
 from app.drafts import plan_in_words
-from app.files import check_place, read_optional_json
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
-from app.picture import write_picture
 from app.plan_file import DraftPlan, read_plan, write_plan
 from app.session import Session
-from app.table import Row, table
 from decoding.rounds import Statistics
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search.acceptance import Calibration

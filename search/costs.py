@@ -14,8 +14,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from app.command_line import say
-from app.files import read_json, write_json
+from app.common.command_line import say
+from app.common.files import read_json, write_json
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
 from decoding.drafters import Drafter, ModelDrafter, ModelFreeDrafter

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from app.picture import INK, MUTED, RED, SCALE
+from app.common.picture import INK, MUTED, RED, SCALE
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search.costs import CostModel
 from search.study import Prediction

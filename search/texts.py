@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from app.files import read_text
+from app.common.files import read_text
 from app.session import Session
 from model.errors import InputError
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from app.files import atomic_path, read_json, write_text
-from app.parsers import DEVICE, Groups, within
+from app.common.files import atomic_path, read_json, write_text
+from app.common.parsers import DEVICE, Groups, within
 from model.config import parse_config
 from model.decoder import Decoder
 from model.errors import InputError, explaining

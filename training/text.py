@@ -11,7 +11,7 @@ import torch
 from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 
-from app.files import atomic_path, read_json_lines, write_json
+from app.common.files import atomic_path, read_json_lines, write_json
 from model.errors import InputError
 from weights.tokenizer import Tokenizer
 from weights.tokenizer_files import begin_with, byte_level_tokenizer

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from app.files import check_is_fetched, read_optional_json
+from app.common.files import check_is_fetched, read_optional_json
 from model.config import ModelConfig
 from model.errors import InputError, explaining
 

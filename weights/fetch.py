@@ -7,7 +7,7 @@ a head, so llama.cpp interleaves the halves.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -24,8 +24,8 @@ from gguf.quants import dequantize
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, models
 
-from app.command_line import say
-from app.parsers import Groups, script
+from app.common.command_line import say
+from app.common.parsers import Groups, script
 from model.config import ModelConfig
 from model.errors import InputError, explaining
 from model.families import build

@@ -18,7 +18,7 @@ from huggingface_hub import (
 )
 from rich.filesize import decimal
 
-from app.files import read_json
+from app.common.files import read_json
 from model.config import ModelConfig, parse_config
 from model.errors import InputError, one_line
 from weights.checkpoint import INDEX, indexed_files

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from app.command_line import say
-from app.files import atomic_path
+from app.common.command_line import say
+from app.common.files import atomic_path
 from model.decoder import Decoder
 from model.errors import InputError, one_line
 from model.places import cache_folder, version

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from app.command_line import say
-from app.files import read_json
+from app.common.command_line import say
+from app.common.files import read_json
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.device import multiplies_bf16

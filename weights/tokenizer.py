@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from app.command_line import say
-from app.files import check_is_fetched, read_optional_json, read_text
+from app.common.command_line import say
+from app.common.files import check_is_fetched, read_optional_json, read_text
 from model.config import LARGEST
 from model.errors import InputError, explaining
 from weights.chat_template import NO_VARIABLES, as_text, default_template, render

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from app.command_line import run_command
+from app.common.command_line import run_command
 from model.errors import InputError
 from tests.commands import Outcome
 from weights import fetch
@@ -23,9 +23,9 @@ SCRIPT = """
 import os, sys, types
 model = sys.modules["model"] = types.ModuleType("model")  # without torch, which is slow
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
-from app.command_line import run_command
-from app.parsers import parser_of
-from app.start import start
+from app.common.command_line import run_command
+from app.common.parsers import parser_of
+from app.common.start import start
 
 def little():
     print("a little")

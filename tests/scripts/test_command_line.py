@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import generate
-from app import device
+from app.common import device
 from tests.commands import Run
 from tests.folders import END, LLAMA, write_folder
 from tests.refusal import refusal

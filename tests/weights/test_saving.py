@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from app.files import read_json
+from app.common.files import read_json
 from model.fast import accelerate
 from tests.configs import FAMILIES, LLAMA3_ROPE, small
 from tests.laws import random_model

@@ -5,7 +5,7 @@ and "response" per line.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -16,11 +16,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from app.command_line import say
-from app.device import keep_freed_memory
-from app.files import read_json_lines, write_text
+from app.common.command_line import say
+from app.common.device import keep_freed_memory
+from app.common.files import read_json_lines, write_text
+from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.session import Session
 from model.errors import InputError, explaining
 from training.corpus.stories import kept_story, story_request
