@@ -83,35 +83,28 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
 
 
 def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Weights and moments bit for bit, by AdamW and Muon; after a step that was not saved."""
+    """Weights and moments bit for bit, by AdamW and Muon. It speaks at once, is saved early, and
+    repeats a step that was not saved.
+    """
     assert train.main(arguments(data, tmp_path / "whole", muon_rate=0.02)) == 0
-    again = arguments(data, tmp_path / "killed", muon_rate=0.02)
-    with monkeypatch.context() as patch:
-        interrupted(patch, train, "backward", 4)
-        assert train.main(again) == 130
-    assert train.main(again) == 0
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"[reading {data}]" and second.startswith("[step 1 of 6: loss ")
+    killed = arguments(data, tmp_path / "killed", muon_rate=0.02)
+    for seconds, calls, saved in (0.0, 2, 1), (math.inf, 3, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "FIRST_SAVE", seconds)
+            interrupted(patch, train, "backward", calls)
+            assert train.main(killed) == 130
+        assert state_of(tmp_path / "killed")["step"] == saved
+    assert train.main(killed) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
-    killed, whole = (
+    again, whole = (
         [part.get("state", part) for part in state_of(tmp_path / name)["parts"]]
         for name in ("killed", "whole")
     )
-    torch.testing.assert_close(killed, whole, rtol=0, atol=0)
-
-
-def test_a_run_speaks_at_once_is_saved_early_and_goes_on_from_there(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(train, "FIRST_SAVE", 0.0)
-    again = arguments(data, tmp_path / "run", save_every=100)
-    with monkeypatch.context() as patch:
-        interrupted(patch, train, "backward", 3)
-        assert train.main(again) == 130
-    first, second, *_ = capsys.readouterr().err.splitlines()
-    assert first == f"[reading {data}]" and second.startswith("[step 1 of 6: loss ")
-    assert state_of(tmp_path / "run")["step"] in (1, 2)
-    assert train.main(again) == 0
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
 
 
 def test_a_run_never_replaces_a_model_that_it_did_not_make(

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests.refusal import refusal
 from training.text import Rows, read_documents, rows_of, train_tokenizer
@@ -51,18 +50,6 @@ def test_a_document_is_coded_as_chat_would_code_its_prompt(learnt: Path) -> None
         whole[: len(prompt)] == prompt
         and tokenizer.decode(whole) == "The hen met\n\nThey all went home."
     )
-
-
-@pytest.mark.parametrize(
-    "text", ["hen", "wholly new: žluťoučký 🦊\n\ttabs  and spaces ", "a\n\n\nb"]
-)
-def test_a_learnt_tokenizer_codes_any_text_and_transformers_agrees(learnt: Path, text: str) -> None:
-    tokenizer, theirs = Tokenizer(learnt), AutoTokenizer.from_pretrained(learnt)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and theirs(text).input_ids == ids
-    assert theirs.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True
-    )["input_ids"] == tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: Path) -> None:

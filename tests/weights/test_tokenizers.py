@@ -27,7 +27,9 @@ from tokenizers import (
 from tokenizers import Tokenizer as Library
 from transformers.tokenization_utils_base import generate_merges
 
+from app.common.files import read_optional_json
 from tests.refusal import refusal
+from training.text import train_tokenizer
 from weights.fetch import fetch
 from weights.tokenizer import Tokenizer
 
@@ -100,16 +102,6 @@ def gemma_model() -> bytes:
         add_dummy_prefix=False,
         user_defined_symbols=[*GEMMA_CONTROL, "\n\n", "▁▁", "<b>"],
     )
-
-
-def file_of(model: Any, trainer: Any, decoder: Any) -> bytes:
-    """A tokenizer.json of another kind, trained on the corpus."""
-    library = Library(model)
-    library.pre_tokenizer = pre_tokenizers.Whitespace()
-    library.train_from_iterator(CORPUS, trainer)
-    if decoder is not None:
-        library.decoder = decoder
-    return library.to_str().encode()
 
 
 def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -254,11 +246,15 @@ KINDS = {
     "llama-3": llama_3,
     "phi-3": phi_3,
     "smollm2": lambda folder: copy_of(fetch(), folder),
+    "of train.py": lambda folder: train_tokenizer(CORPUS, 300, folder),
 }
 SENTENCEPIECE_TWIN = {
     "llama-2, sentencepiece": "llama-2, json",
     "gemma, sentencepiece": "gemma, json",
 }
+WORD_ENDS = {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []}
+OF_WORD_ENDS = {"model": WORD_ENDS, "decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
+KINDS_OF_DECODER = "its decoder is neither byte-level nor that of sentencepiece"
 every_kind = pytest.mark.parametrize("kind", KINDS, scope="module")
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -556,64 +552,24 @@ def test_control_tokens_of_sentencepiece_are_no_text_where_its_alphabet_lacks_th
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "content", "message"),
-    [
-        (
-            "llama-3",
-            "tokenizer.json",
-            b'{"decoder": null}',
-            "tokenizer.json is not a tokenizer that can be read",
-        ),
-        ("llama-3", "tokenizer.json", b'{"version": ', "not a tokenizer that can be read"),
-        (
-            "llama-3",
-            "tokenizer_config.json",
-            b"[]",
-            "tokenizer_config.json must hold one JSON object",
-        ),
-        ("llama-3", "chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
-        (
-            "llama-2, sentencepiece",
-            "tokenizer.model",
-            b"garbage",
-            "tokenizer.model is not a tokenizer",
-        ),
-        (
-            "llama-2, sentencepiece",
-            "tokenizer.model",
-            sentencepiece_model("unigram"),
-            "tokenizer.model is no byte-pair encoding",
-        ),
-        ("llama-3", "tokenizer.json", None, "holds no tokenizer.json and no tokenizer.model"),
-        *(
-            ("llama-3", "tokenizer.json", file_of(*parts), "its decoder is neither")
-            for parts in (
-                (
-                    models.BPE(end_of_word_suffix="</w>"),
-                    trainers.BpeTrainer(end_of_word_suffix="</w>", show_progress=False),
-                    decoders.BPEDecoder(),
-                ),
-                (
-                    models.WordPiece(unk_token="[UNK]"),
-                    trainers.WordPieceTrainer(special_tokens=["[UNK]"], show_progress=False),
-                    decoders.WordPiece(),
-                ),
-                (models.BPE(), trainers.BpeTrainer(show_progress=False), None),
-            )
-        ),
-    ],
-)
-def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
-    copy_of(folders[kind], tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert message in refusal(Tokenizer, tmp_path)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("tokenizer.json", None, "holds no tokenizer.json and no tokenizer.model"),
+        ("tokenizer.json", b'{"version": ', "tokenizer.json is not a tokenizer that can be read"),
+        ("tokenizer.json", OF_WORD_ENDS, KINDS_OF_DECODER),
+        (
+            "tokenizer.json",
+            {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+            KINDS_OF_DECODER,
+        ),
+        ("tokenizer.json", {"decoder": None}, KINDS_OF_DECODER),
+        (
+            "tokenizer.json",
+            {"model": {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []}},
+            "not a tokenizer that can be read: its largest token id is 4000000000",
+        ),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json must hold one JSON object"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
         *(
             (
                 name,
@@ -647,8 +603,25 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     ],
     ids=str,
 )
-def test_a_side_file_with_wrong_values_is_one_line(
-    settings_of_copy, tmp_path, name, content, message
-):
-    (tmp_path / name).write_text(json.dumps(settings_of_copy | content))
+def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, name, content, message):
+    """An absent one, one of other bytes, or one with other fields."""
+    copy_of(folders["llama-3"], tmp_path)
+    path = tmp_path / name
+    if isinstance(content, dict):
+        content = json.dumps(read_optional_json(path) | content).encode()
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    assert message in refusal(Tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"garbage", "tokenizer.model is not a tokenizer that can be read"),
+        (sentencepiece_model("unigram"), "tokenizer.model is no byte-pair encoding"),
+    ],
+)
+def test_a_sentencepiece_file_of_another_kind_is_refused(tmp_path, content, message):
+    (tmp_path / "tokenizer.model").write_bytes(content)
     assert message in refusal(Tokenizer, tmp_path)
