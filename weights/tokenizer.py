@@ -91,7 +91,8 @@ class Tokenizer:
             found = read_optional_json(folder / name).get("eos_token_id")
             if found is not None:
                 self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
-        self._check_end_of_turn(folder)
+        if self.chat_template is not None:
+            self._check_end_of_turn(folder)
 
     def _read_tokens(self, path: Path, listed: Mapping[int, AddedToken]) -> None:
         """Read a tokenizer file, with the control tokens that tokenizer_config.json has ``listed``.
@@ -122,7 +123,7 @@ class Tokenizer:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         rest = ""
         with suppress(InputError):
-            text = render(self.chat_template or "", turns, self.names, add_generation_prompt=False)
+            text = render(self.chat_template, turns, self.names, add_generation_prompt=False)
             rest = text.partition(answer)[2]
         end = next((part for part in self._split(rest) if isinstance(part, int)), None)
         if end is not None and end not in self.eos_ids:
