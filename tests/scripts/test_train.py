@@ -92,9 +92,10 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == f"[reading {data}]" and second.startswith("[step 1 of 6: loss ")
     killed = arguments(data, tmp_path / "killed", muon_rate=0.02)
-    for seconds, calls, saved in (0.0, 2, 1), (math.inf, 3, 2):
+    for first_save, calls, saved in (-1.0, 2, 1), (train.FIRST_SAVE, 3, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(train, "FIRST_SAVE", seconds)
+            patch.setattr(train, "monotonic", lambda: 0.0)
+            patch.setattr(train, "FIRST_SAVE", first_save)
             interrupted(patch, train, "backward", calls)
             assert train.main(killed) == 130
         assert state_of(tmp_path / "killed")["step"] == saved
