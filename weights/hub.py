@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import (
-    constants,
     errors,
     get_hf_file_metadata,
     hf_hub_download,
@@ -38,7 +37,8 @@ def download(name: str, revision: str | None = None) -> Path:
     """
     try:
         if not isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
-            ask_once(name, revision)
+            # once, where hf_hub_download would try for half a minute
+            get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision))
         config = Path(hf_hub_download(name, CONFIG, revision=revision))
         check_size(name, parse_config(read_json(config)))
         # the commit of this config.json, so that all files are of one version
@@ -52,19 +52,6 @@ def download(name: str, revision: str | None = None) -> Path:
         raise
     except Exception as error:  # of the hub, the network and their libraries
         raise InputError(f"{name} {reason_of(error, revision)}") from None
-
-
-def ask_once(name: str, revision: str | None) -> None:
-    """Raise an error of the hub where it does not answer, or has no ``config.json`` of the model.
-
-    Without a network ``hf_hub_download`` would try again for half a minute.
-    """
-    try:
-        get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision))
-    except errors.HfHubHTTPError:  # an answer
-        raise
-    except Exception as error:  # of the network's library
-        raise errors.LocalEntryNotFoundError("the hub does not answer") from error
 
 
 def check_size(name: str, config: ModelConfig) -> None:
@@ -81,19 +68,17 @@ def check_size(name: str, config: ModelConfig) -> None:
 
 def reason_of(error: Exception, revision: str | None) -> str:
     """Return the reason of a failed download, and its remedy, to follow the name of the model."""
-    not_cached = (
-        "the cache of the hub lacks it: unset HF_HUB_OFFLINE to fetch it"
-        if constants.HF_HUB_OFFLINE
-        else "the hub cannot be reached: check the network, or give a folder"
-    )
     reasons = {
         errors.GatedRepoError: "is gated: ask for access on its page, and set HF_TOKEN",
         errors.RepositoryNotFoundError: "is no folder, and no model on the hub that you may see:"
         " check its name, or set HF_TOKEN if it is private",
         errors.RevisionNotFoundError: f"has no revision {revision!r:.80}: give a branch, a tag or a"
         " commit",
-        errors.LocalEntryNotFoundError: f"is no folder, and {not_cached}",
-        errors.EntryNotFoundError: "has no config.json: it is no model in Hugging Face's format",
-        Exception: f"could not be downloaded, run the same command again: {one_line(error)}",
+        errors.RemoteEntryNotFoundError: f"has no {CONFIG}: it is no model in Hugging Face's"
+        " format",
+        errors.OfflineModeIsEnabled: "is no folder, and the cache of the hub lacks it: unset"
+        " HF_HUB_OFFLINE to fetch it",
+        Exception: "is no folder, and could not be downloaded from the hub: check the network, and"
+        f" run the same command again: {one_line(error)}",
     }
     return next(reason for kind, reason in reasons.items() if isinstance(error, kind))

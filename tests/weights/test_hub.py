@@ -166,11 +166,11 @@ def test_shards_of_any_name_come_by_the_index(monkeypatch: pytest.MonkeyPatch) -
         ("hub/gated", None, "is gated: ask for access on its page, and set HF_TOKEN"),
         ("hub/whole", "v9", "has no revision 'v9': give a branch, a tag or a commit"),
         ("hub/other-format", None, "has no config.json"),
-        ("hub/down", None, "hub/down could not be downloaded, run the same command again: "),
+        ("hub/down", None, "could not be downloaded from the hub: check the network"),
         ("hub/quantised", None, "the checkpoint is quantised"),
         ("hub/family", None, "model_type 'phi3' is not supported"),
         ("hub/huge", None, "hub/huge does not fit: its weights take"),
-        ("hub/broken", None, "hub/broken could not be downloaded"),
+        ("hub/broken", None, "could not be downloaded from the hub: check the network"),
     ],
 )
 def test_what_the_hub_refuses_is_one_line_with_the_remedy(
@@ -194,7 +194,7 @@ def test_without_a_network_the_hub_is_tried_once(
     monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
     pauses = recorded(monkeypatch, time, "sleep", lambda seconds: seconds)
     assert model_folder("hub/cached") == found
-    assert "the hub cannot be reached: check the network" in refusal(model_folder, "hub/absent")
+    assert "hub/absent is no folder, and could not be" in refusal(model_folder, "hub/absent")
     assert not pauses and not caplog.records
 
 
