@@ -40,7 +40,7 @@ def test_a_document_is_coded_as_chat_would_code_its_prompt(tokenizer: Tokenizer)
     assert whole[: len(prompt)] == prompt
 
 
-def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(
+def test_every_document_is_trained_on_or_held_out_and_has_an_end(
     tokenizer: Tokenizer,
 ) -> None:
     train, held_out = (
@@ -107,8 +107,8 @@ def test_wrong_data_is_refused_by_name(
     assert complaint in refusal(read_documents, [tmp_path / name])
 
 
-def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(
+def test_too_little_text_is_refused_with_the_number_it_takes(
     tokenizer: Tokenizer,
 ) -> None:
-    said = refusal(rows_of, ["One text."] * 300, Tokenizer(learnt), 9)
+    said = refusal(rows_of, ["One text."] * 300, tokenizer, 9)
     assert said.startswith("1 different ") and "give at least 200 documents" in said
