@@ -4,6 +4,7 @@ a user types.
 
 import io
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -281,9 +282,15 @@ def tokenizer(folders: dict[str, Path], kind: str) -> Tokenizer:
 
 
 @pytest.fixture
-def settings_of_copy(folders: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
-    """The settings of a copy of one tokenizer in ``tmp_path``."""
-    return copy_of(folders["llama-3"], tmp_path)
+def changed(folders: dict[str, Path], tmp_path: Path) -> Callable[..., Tokenizer]:
+    """Read a copy of one tokenizer in ``tmp_path``, with some settings changed."""
+    settings_ = copy_of(folders["llama-3"], tmp_path)
+
+    def read(**changes: Any) -> Tokenizer:
+        write(tmp_path, **settings_ | changes)
+        return Tokenizer(tmp_path)
+
+    return read
 
 
 @pytest.fixture(scope="module")
@@ -441,22 +448,19 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
         (r"{{ '\ud800' }}", "chat template fails: "),  # half a character
     ],
 )
-def test_a_template_that_fails_is_one_line(settings_of_copy, tmp_path, template, message):
-    write(tmp_path, **settings_of_copy | {"chat_template": template})
-    assert message in refusal(Tokenizer(tmp_path).encode_chat, [USER])
+def test_a_template_that_fails_is_one_line(changed, template, message):
+    assert message in refusal(changed(chat_template=template).encode_chat, [USER])
 
 
-def test_a_variable_of_the_template_is_text(settings_of_copy, tmp_path):
+def test_a_variable_of_the_template_is_text(changed):
     """Also the name of a control token in it, at any depth."""
-    template = "{{ tone[0].kind }}{{ messages[0].content }}"
-    write(tmp_path, **settings_of_copy | {"chat_template": template})
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = changed(chat_template="{{ tone[0].kind }}{{ messages[0].content }}")
     name, *_ = tokenizer.special
     ids = tokenizer.encode_chat([USER], variables={"tone": [{"kind": name}]})
     assert tokenizer.special[name] not in ids and tokenizer.decode(ids).startswith(name)
 
 
-def test_marks_of_answers_for_training_change_nothing(settings_of_copy, tmp_path):
+def test_marks_of_answers_for_training_change_nothing(changed):
     """Neither the text between them nor the blanks around them; a name set within ends there."""
     marked = (
         "{% set x = 'a' %}{% for message in messages %}{{ message.role }}\n"
@@ -464,20 +468,17 @@ def test_marks_of_answers_for_training_change_nothing(settings_of_copy, tmp_path
         "{% endfor %}"
     )
     plain = marked.replace("generation", "if true").replace("endif true", "endif")
-    ids = []
-    for template in (marked, plain.replace("set x = 'b'", "set y = 'b'")):
-        write(tmp_path, **settings_of_copy | {"chat_template": template})
-        ids.append(Tokenizer(tmp_path).encode_chat([USER]))
-    assert ids[0] == ids[1]
+    templates = marked, plain.replace("set x = 'b'", "set y = 'b'")
+    found, wanted = (changed(chat_template=each).encode_chat([USER]) for each in templates)
+    assert found == wanted
 
 
-def test_the_template_beside_the_settings_and_the_default_of_several(settings_of_copy, tmp_path):
+def test_the_template_beside_the_settings_and_the_default_of_several(changed, tmp_path):
     several = [
         {"name": "tool_use", "template": "x"},
         {"name": "default", "template": "{{ messages[0].content }}!"},
     ]
-    write(tmp_path, **settings_of_copy | {"chat_template": several})
-    first = Tokenizer(tmp_path)
+    first = changed(chat_template=several)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
     both = first, Tokenizer(tmp_path)
     assert [each.decode(each.encode_chat([USER])) for each in both] == ["a!", "a?"]
@@ -499,13 +500,11 @@ def test_the_template_beside_the_settings_and_the_default_of_several(settings_of
         ({}, {"<|eot_id|>"}),
     ],
 )
-def test_a_text_ends_at_every_id_that_the_folder_names(
-    settings_of_copy, tmp_path, files, expected, capsys
-):
+def test_a_text_ends_at_every_id_that_the_folder_names(changed, tmp_path, files, expected, capsys):
     """A line says so where the template's end of turn is none of them."""
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = changed()
     assert tokenizer.eos_ids == {tokenizer.special.get(end, end) for end in expected}
     said = f"add {tokenizer.special['<|eot_id|>']} to eos_token_id in its generation_config.json"
     assert (said in capsys.readouterr().err) == ("<|eot_id|>" not in expected)
