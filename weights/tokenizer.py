@@ -86,11 +86,8 @@ class Tokenizer:
                 begin_with({bos: self.special[bos]} if has_bos else {}, self.library)
         longest_first = sorted(self.special, key=len, reverse=True)
         self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.eos_ids = frozenset({self.special.get(self.names["eos_token"])} - {None})
-        for name in ("config.json", "generation_config.json"):  # the last that names any is right
-            found = read_optional_json(folder / name).get("eos_token_id")
-            if found is not None:
-                self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
+        named = self.special.get(self.names["eos_token"])
+        self.eos_ids = ending_ids(folder, frozenset({named} - {None}))
         if self.chat_template is not None:
             self._check_end_of_turn(folder)
 
@@ -243,6 +240,17 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, Ad
     }
     token_ids([*listed], "added_tokens_decoder")
     return names, listed
+
+
+def ending_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
+    """Return the ids that end a text: those of generation_config.json, or else of config.json, or
+    else the ``named`` ones. Raises InputError for what is no id.
+    """
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        found = read_optional_json(path).get("eos_token_id")
+        if found is not None:
+            return token_ids(found, f"{path}: eos_token_id")
+    return named
 
 
 def token_ids(value: Any, place: str) -> frozenset[int]:
