@@ -75,7 +75,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
-    """Return the layers whose weights a draft may round, by name: the blocks' linear layers, and
+    """Return the layers that a draft may have in few bits, by name: the blocks' linear layers, and
     the head or its embedding.
     """
     layers = {

@@ -58,12 +58,12 @@ def estimate(
     fast_on: torch.device | None = None,
     plan: LayerPlan | None = None,
 ) -> Memory:
-    """Return the memory for decoding a text of up to ``positions`` tokens, of which the first
-    ``prompt`` are the prompt.
+    """Return the memory for decoding a text of up to ``positions`` tokens, a prompt of
+    ``prompt`` tokens among them.
 
-    ``draft_config`` is that of a separate draft model, ``plan`` the layer plan of a draft by the
-    target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
-    ``model.fast`` prepares.
+    A draft has up to ``longest_draft`` tokens. ``draft_config`` is that of a separate draft model,
+    ``plan`` the layer plan of a draft by the target itself. ``fast_on`` is the device of a model
+    that ``model.fast`` prepares.
     """
     models = [config, draft_config] if draft_config else [config]
     on_gpu = fast_on is not None and fast_on.type != "cpu"

@@ -41,7 +41,7 @@ class Tokenizer:
                       blanks belong to it, and where it counts
     ``byte_level``    whether pieces are byte-level
     ``special``       ids of control tokens by name
-    ``any_name``      pattern of their names, which matches nothing where there are none
+    ``any_name``      pattern of their names; without names it matches nothing
     ``names``         names of some of them by role, such as "bos_token"; "" for a role without one
     ``pieces``        bytes that each token adds to the text: none for a control token. Streaming,
                       stop strings and banned words work on bytes, because a token may end in the

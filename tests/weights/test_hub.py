@@ -96,7 +96,7 @@ def fetched(name: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of the model on the hub, of which some are not needed."""
+    """Files of the model on the hub; some are not needed."""
     folder = write_folder(tmp_path_factory.mktemp("origin"), LLAMA, dtype=torch.bfloat16)
     for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
         (folder / name).write_bytes(b"large")

@@ -354,7 +354,7 @@ DROPPED = object()
 
 @st.composite
 def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
-    """A good JSON object of which some values, at any depth, were dropped, replaced or scaled."""
+    """A good JSON object with some values, at any depth, dropped, replaced or scaled."""
     value = good | draw(st.dictionaries(st.text(max_size=5), JUNK, max_size=1))
     for key in draw(st.lists(st.sampled_from([*good]), min_size=1, max_size=3)):
         ways = [JUNK, st.just(DROPPED)]
