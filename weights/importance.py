@@ -95,7 +95,8 @@ def input_squares(
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
-    names = {layer: name for name, layer in linear_layers(model).items()}
+    layers = linear_layers(model)
+    del layers["head"]  # it reads the normed states; a tied one is an embedding
     means: dict[str, Tensor] = {}
     count = sum(map(len, texts))
 
@@ -103,9 +104,8 @@ def input_squares(
         means[name] = means.get(name, 0) + square(x.float().flatten(0, -2)) / count
 
     with ExitStack() as hooks:
-        for part in filter(names.get, model.layers.modules()):
-            name = names[part]
-            hook = part.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
+        for name, layer in layers.items():
+            hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
             hooks.enter_context(hook)
         for text in texts:
             states = model.hidden(torch.tensor([[*text]], device=model.device))
