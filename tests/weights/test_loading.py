@@ -26,7 +26,7 @@ from tests.ranks import part_of
 from tests.refusal import line_of, refusal
 from weights import load
 from weights.checkpoint import STORED_DTYPES, StoredTensor
-from weights.load import load_model, model_fingerprint, model_folder, pick_dtype
+from weights.load import load_model, model_fingerprint, model_folder, pick_dtype, read_config
 from weights.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -155,6 +155,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "attention_bias": True},
     "gemma3_text": {**GEMMA2, "model_type": "gemma3_text"},
     "one key head": {**GEMMA2, "num_key_value_heads": 1, "vocab_size": 263},
+    "a tied head that differs": {**LLAMA, "tie_word_embeddings": True},
 }
 
 
@@ -162,18 +163,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_process_reads_its_shard_and_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    folder = write_folder(tmp_path, SHAPES[shape], dtype=torch.bfloat16)
+    stored = SHAPES[shape] | ({"tie_word_embeddings": False} if "differs" in shape else {})
+    state = random_state(stored, dtype=torch.bfloat16)
+    folder = write_folder(tmp_path, SHAPES[shape], state)
     whole, read_one = load_model(folder), StoredTensor.read
     read: dict[str, int] = {}
 
-    def counted(tensor: StoredTensor, cut: Cut) -> Tensor:
+    def counted(tensor: StoredTensor, cut: Cut = None) -> Tensor:
         found = read_one(tensor, cut)
         read[tensor.name.removeprefix("model.")] = found.numel()
         return found
 
     monkeypatch.setattr(StoredTensor, "read", counted)
     for rank in range(2):
-        shard = Shard(whole.config, rank, 2)
+        shard = Shard(read_config(folder), rank, 2)
         mine = dict(load_model(folder, shard=shard).named_parameters())
         assert mine.keys() == dict(whole.named_parameters()).keys()
         for name, parameter in whole.named_parameters():
