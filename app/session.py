@@ -9,29 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from reprlib import repr as shortened
 from threading import RLock
 from typing import TYPE_CHECKING
 
 import torch
 
-from app.characters import Labels, TextStream
+from app.characters import Labels
+from app.chat import Chat
 from app.common.command_line import say
 from app.common.device import pick_device
-from app.drafts import optional_plans, plan_for, strategy_of
+from app.drafts import optional_plans, plan_for, rounding_seconds
+from app.kinds import strategy_of
 from app.options import GRAMMARS, OF_THE_MODEL, Options
 from app.plan_file import LONGEST_DRAFT
-from app.prompt import Prompt, encode_prompt, read_grammar
+from app.prompt import Prompt, check_ids, encode_prompt, read_grammar
+from app.sample import Sample, Slot, pieces
 from decoding.model_port import Model
-from decoding.rounds import Round, Statistics, common_prefix
+from decoding.rounds import Round
 from decoding.speculate import Observer, speculate
 from decoding.text import DeadEnd, Rules, Text
-from decoding.verify import Rule
-from model.cache import KVCache
-from model.decoder import PREFILL_CHUNK, Decoder
+from model.decoder import Decoder
 from model.device import now
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -41,9 +41,8 @@ from weights.memory import Memory, check_fits, estimate, free_bytes, low_bit_byt
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from app.chat import Chat
     from decoding.auto import Costs, Estimates
-    from decoding.grammar import GrammarConstraint, Vocabulary
+    from decoding.grammar import Vocabulary
 
 POSITIONS = 1024  # a cache is made for a multiple of these
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
@@ -51,112 +50,7 @@ CONTEXT = 8192
 MOST_TOGETHER = 16  # texts that share steps
 THINK = b"<think>"  # the end of a prompt whose template opens a thinking part
 WARM_UP = 8  # tokens that are written before anything is timed
-
-
-@dataclass
-class Slot:
-    """KV cache for one text at a time (llama.cpp's name), the ``text`` that is written on it, and
-    the tokens whose entries it holds.
-
-    The first ``read`` of them are a prompt's, in the chunks of a fresh reading. ``draft_caches``
-    are those of draft models, by name.
-    """
-
-    cache: KVCache
-    text: Text | None = None
-    tokens: list[int] = field(default_factory=list)
-    read: int = 0
-    draft_caches: dict[str, KVCache] = field(default_factory=dict)
-
-    def keep(self, tokens: list[int], exactly: bool) -> int:
-        """Forget all entries but those of the longest common prefix with ``tokens``; return its
-        length.
-
-        ``exactly``: keep only entries that a fresh reading of ``tokens`` would have, bit for bit.
-        These are whole chunks, since rows are rounded together, or those of all tokens.
-        """
-        length = common_prefix(self.tokens[: self.cache.length], tokens)
-        if exactly and not length == self.read == len(tokens):
-            length = min(length, self.read) // PREFILL_CHUNK * PREFILL_CHUNK
-        self.tokens = self.tokens[:length]
-        self.read = min(self.read, length)
-        self.cache.truncate(length)
-        return length
-
-
-@dataclass
-class Sample:
-    """A text that is being written or is finished, as its ``options`` ask.
-
-    ``grammar`` constrains it, if any. ``draft`` is the name of the draft; ``is_plain``: nothing can
-    be drafted. ``prompt_seconds`` is the time in which the prompt was read, and ``wait`` the time
-    from the call to the end of the prompt: more, where copies for drafts were made. ``timeline``
-    has each round with the seconds of decoding so far. ``continues``: the text goes on with
-    whatever its cache holds, as a conversation does. ``trouble`` says why steps fell back to the
-    readable blocks, if so.
-    """
-
-    source: Text
-    options: Options
-    rule: Rule
-    grammar: GrammarConstraint | None = None
-    draft: str = ""
-    is_plain: bool = False
-    prompt_seconds: float = 0.0
-    wait: float = 0.0
-    timeline: list[tuple[Round, float]] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=Statistics)
-    continues: bool = False
-    trouble: str | None = None
-
-    def __repr__(self) -> str:
-        return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
-
-    @property
-    def text(self) -> str:
-        """The output, up to the stop string; bytes that are no UTF-8 become U+FFFD."""
-        return self.source.written
-
-    @property
-    def tokens(self) -> list[int]:
-        """Ids of the output, including the token that ended it."""
-        return self.source.generated
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of the prompt's tokens."""
-        return self.source.prompt_length
-
-    @property
-    def finish(self) -> str:
-        """Why the text ended: "eos", "stop", "length", or "interrupted"."""
-        return self.source.finish or "interrupted"
-
-    @property
-    def rounds(self) -> list[Round]:
-        """The rounds in which the text was written."""
-        return [round for round, _ in self.timeline]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the end of the prompt to the last token, without those that the reader of a
-        stream took between two rounds.
-        """
-        return self.timeline[-1][1] if self.timeline else 0.0
-
-    @property
-    def first_token_seconds(self) -> float:
-        """Seconds from the call to the first token, the reading of the prompt included."""
-        return self.wait + self.timeline[0][1] if self.timeline else 0.0
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of decoding."""
-        return self.statistics.tokens / self.seconds if self.seconds else 0.0
-
-
-class ContextFull(InputError):
-    """Error of a prompt or a conversation that is longer than its context."""
+NOTICED = 0.5  # seconds: copies that take less are made without a line
 
 
 class Session:
@@ -183,7 +77,9 @@ class Session:
         self.sample: Sample | None = None
         self.lock = RLock()
         self.draft_models: dict[str, Decoder] = {}
-        self.prepared: set[LayerPlan] = set()
+        self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows
+        # tokens so far; infinitely many: copies for drafts are made at once
+        self.written: float = 0
         # of all texts that no draft length can change
         self.estimates: Estimates | None = None
         self.costs: dict[tuple[LayerPlan, ...], dict[int, Costs]] = {}
@@ -211,7 +107,11 @@ class Session:
     def capacity(self, ids: Sequence[int] = ()) -> int:
         """Return the positions of a cache: for a prompt and its output or, where texts are not
         known yet, for the context, of at most ``CONTEXT`` unless --context is given.
+
+        Raises InputError for ids that the model does not have, and for too many.
         """
+        if ids:
+            check_ids(ids, self.config, self.context)
         wanted = len(ids) + self.options.max_new_tokens if ids else self.options.context or CONTEXT
         return min(wanted, self.context)
 
@@ -247,13 +147,22 @@ class Session:
         return check_fits(memory, self.device, optional_copies=copies)
 
     def prepare(self, plan: LayerPlan) -> None:
-        """Make the low-bit copies of a plan, before anything is timed."""
-        if plan in self.prepared:
+        """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how
+        long that takes, or that it gains nothing.
+        """
+        copies = replace(plan, window=None)  # a window changes none
+        if copies in self.prepared:
             return
-        if plan.has_low_bits and self.model.abilities.low_bits:
+        if copies.has_low_bits and not self.model.abilities.low_bits:
+            where = f"{self.model.dtype} on {self.device.type}"
+            say(f"drafts in low bits are no faster here: there are no kernels for {where}")
+        elif copies.has_low_bits:
+            seconds = rounding_seconds(self.config, copies)
+            if self.device.type == "cpu" and seconds > NOTICED:
+                say(f"rounding weights for drafts takes about {seconds:.1f} s")
             importance(self.model, self.tokenizer, self.folder)
-        self.model.prepare(plan)
-        self.prepared.add(plan)
+        self.model.prepare(copies)
+        self.prepared.add(copies)
 
     def merged(self, *calls: dict[str, object]) -> Options:
         """Return the session's options, with those of each call in their place."""
@@ -274,14 +183,10 @@ class Session:
         """Return a model with fast steps, as the options ask for."""
         return accelerated(load_model(folder, self.dtype, self.device), self.options)
 
-    def encode(
-        self, prompt: Prompt, options: Options | None = None, context: int | None = None
-    ) -> list[int]:
-        """Return the token ids of a prompt. Raises InputError for what is none, and for one that is
-        too long for ``context``, by default the session's.
-        """
+    def encode(self, prompt: Prompt, options: Options | None = None) -> list[int]:
+        """Return the token ids of a prompt. Raises InputError for what is none."""
         options = options or self.options
-        ids = self.fitting(encode_prompt(self.tokenizer, prompt, options), context)
+        ids = encode_prompt(self.tokenizer, prompt, options)
         if options.stop or options.grammar_option:
             end = self.labels.spelled(ids[-2 * len(THINK) :])
             if end.rstrip().endswith(THINK):
@@ -291,30 +196,20 @@ class Session:
                 )
         return ids
 
-    def fitting(self, ids: list[int], context: int | None = None) -> list[int]:
-        """Return these token ids. Raises InputError for ids outside the model's vocabulary, and for
-        as many as the context or more.
-        """
-        vocab_size = self.config.vocab_size
-        if not (ids and 0 <= min(ids) <= max(ids) < vocab_size):
-            raise InputError(
-                f"the prompt has no token ids, or some outside 0 to {vocab_size - 1}: unless they"
-                " were given, the tokenizer does not belong to this model"
-            )
-        context = context or self.context
-        if len(ids) >= context:
-            used = context < self.config.max_positions
-            raise ContextFull(
-                f"the prompt has {len(ids)} tokens, the model's context"
-                f" {self.config.max_positions} tokens{f', {context} are used' * used}:"
-                f" shorten the prompt{' or raise --context' * used}"
-            )
-        return ids
+    def begin(
+        self,
+        ids: Sequence[int],
+        options: Options | None = None,
+        number: int = 0,
+        context: int | None = None,
+    ) -> Sample:
+        """Return a text that holds its prompt only, and ends with the ``context``, by default the
+        session's; ``number`` is that of several samples, which have random numbers of their own.
 
-    def begin(self, ids: Sequence[int], options: Options | None = None, number: int = 0) -> Sample:
-        """Return a text that holds its prompt only; ``number`` is that of several samples, which
-        have random numbers of their own.
+        Raises InputError for ids that the model does not have, and for too many.
         """
+        context = context or self.context
+        check_ids(ids, self.config, context)
         options = (options or self.options).seeded()
         grammar = None
         if name := options.grammar_option:
@@ -322,7 +217,7 @@ class Session:
 
             source = read_grammar(options, name)
             grammar = Grammar(GRAMMARS[name], source, self.vocabulary, self.mask_seconds)(len(ids))
-        budget = min(options.max_new_tokens, self.context - len(ids))
+        budget = min(options.max_new_tokens, context - len(ids))
         eos_ids = self.tokenizer.eos_ids
         rules = Rules(budget, eos_ids, options.stop, options.ban, [grammar] if grammar else [])
         text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
@@ -341,22 +236,6 @@ class Session:
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot
 
-    @torch.inference_mode()
-    def read(self, sample: Sample, slot: Slot, target: Model) -> None:
-        """Read the prompt of a text, all but its last token, into a cache, from the first token on
-        that it does not hold: see ``Slot.keep``.
-
-        A text that ``continues`` goes on behind entries of short steps, which round otherwise than
-        the chunks of a prompt, so it may differ in rounding from one whose prompt is read anew.
-        """
-        prompt = sample.source.tokens[:-1]
-        start = slot.keep(prompt, not sample.continues)
-        if unread := prompt[start:]:
-            target.prefill(torch.tensor([unread], device=self.device), slot.cache, start)
-            if start == slot.read and start % PREFILL_CHUNK == 0:
-                slot.read = len(prompt)
-        slot.tokens = prompt
-
     def rounds(
         self,
         sample: Sample,
@@ -364,7 +243,7 @@ class Session:
         target: Model | None = None,
         observer: Observer | None = None,
     ) -> Iterator[Round]:
-        """Prepare the draft of a text, read its prompt, and write it to its end; yields the rounds.
+        """Read the prompt of a text, prepare its draft, and write it to its end; yields the rounds.
 
         ``target`` is the model as the loop calls it, which differs from the session's where several
         texts share steps. Raises InputError.
@@ -375,14 +254,12 @@ class Session:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
             slot.text = text
-            slot.keep(text.tokens[:-1], not sample.continues)
+            loaded = now(self.device)
+            slot.read(sample, target)
+            sample.prompt_seconds = now(self.device) - loaded
             strategy = strategy_of(self, sample, slot, target)
             sample.draft = strategy.name
             sample.is_plain = strategy.policy.gamma == 0
-            prepared = now(self.device)
-            self.read(sample, slot, target)
-            sample.prompt_seconds = now(self.device) - prepared
-            strategy.ready()
         began = now(self.device)
         sample.wait = began - called
         rounds = speculate(
@@ -408,6 +285,7 @@ class Session:
             sample.timeline.append((round, sample.seconds + now(self.device) - began))
             sample.trouble = self.model.trouble  # a step may have fallen back
             sample.statistics.add(round)
+            self.written += len(round.emitted)
             yield round
             began = now(self.device)
 
@@ -423,17 +301,17 @@ class Session:
 
     def finish(self, sample: Sample) -> Sample:
         """Write a text to its end, and return it."""
-        with self.lock:
-            for _ in self.rounds(sample):
-                pass
+        self.finish_all([sample])
         return sample
 
-    def warm_up(self, ids: Sequence[int], options: Options | None = None) -> None:
-        """Write a few tokens, with the draft and without, before anything is timed."""
-        options = options or self.options
-        few = min(WARM_UP, options.max_new_tokens)
+    def warm_up(self, ids: Sequence[int]) -> None:
+        """Write a few tokens, with the draft and without, before anything is timed; copies for
+        drafts are made, however little is written.
+        """
+        self.written = math.inf
+        few = min(WARM_UP, self.options.max_new_tokens)
         for draft in ({}, {"draft": "none"}):
-            self.finish(self.begin(ids, options.merged({"max_new_tokens": few, **draft})))
+            self.finish(self.begin(ids, self.options.merged({"max_new_tokens": few, **draft})))
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -478,48 +356,15 @@ class Session:
         """
         positions = max((sample.source.longest for sample in samples), default=1)
         count = self.slots_for(len(samples), positions)
-        if count == 1:
-            for sample in samples:
-                for round in self.rounds(sample):
-                    yield sample, round
+        if count > 1:
+            from app.several import rounds_together
+
+            slots = [self.new_slot(positions) for _ in range(count)]
+            yield from rounds_together(self, samples, slots)
             return
-        from decoding.together import Together
-
-        together = Together(self.model)
-        free = [self.new_slot(positions) for _ in range(count)]
-        prompt = samples[0].source.tokens
-        if all(sample.source.tokens == prompt for sample in samples):  # read once
-            self.read(samples[0], free[0], self.model)
-            for slot in free[1:]:
-                slot.cache.copy_from(free[0].cache, len(prompt) - 1)
-                slot.tokens = prompt[:-1]
-                slot.read = len(prompt) - 1
-        waiting = [*samples]
-        written: list[tuple[Sample, Round]] = []
-        errors: list[InputError] = []
-
-        def write(sample: Sample) -> None:
-            slot = free.pop()
-            try:
-                for round in self.rounds(sample, slot, together):
-                    written.append((sample, round))
-            except InputError as error:
-                errors.append(error)
-            finally:
-                free.append(slot)
-
-        try:
-            while waiting or together.loops:
-                while waiting and free:
-                    together.start(lambda: write(waiting.pop(0)))
-                together.step()
-                yield from written
-                written.clear()
-        finally:
-            for loop in [*together.loops]:
-                together.stop(loop)
-        if errors:
-            raise errors[0]
+        for sample in samples:
+            for round in self.rounds(sample):
+                yield sample, round
 
     def slots_for(self, texts: int, positions: int) -> int:
         """Return how many texts are written at once: as many as share steps and fit into memory."""
@@ -531,17 +376,7 @@ class Session:
 
     def chat(self, **options: object) -> Chat:
         """Return a new conversation, with a cache of its own."""
-        from app.chat import Chat
-
         return Chat(self, options)
-
-
-def pieces(sample: Sample, rounds: Iterator[Round]) -> Iterator[str]:
-    """Yield the pieces of a text as its rounds write them."""
-    stream = TextStream(sample.source)
-    for _ in rounds:
-        if piece := stream.pull():
-            yield piece
 
 
 def accelerated(model: Decoder, options: Options) -> Decoder:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import generate
-from app.chat import ContextFull, turns
+from app.prompt import ContextFull
 from app.session import Session
+from app.terminal import turns
 from tests.calls import recorded
 from tests.commands import Run
 from tests.refusal import refusal

@@ -1,6 +1,7 @@
 """Drafts: the drafter and the policy that options and a plan mean, and what they need."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.drafts import optional_plans, plan_for, strategy_of
+from app import drafts, offers
+from app.drafts import low_bit_plan, optional_plans
+from app.kinds import strategy_of
 from app.options import Options
 from app.plan_file import DraftPlan, write_plan
 from app.session import Session, load
@@ -43,7 +46,7 @@ def session() -> Session:
 def found(session: Session, **options: Any) -> Any:
     sample = session.begin(session.encode(PROMPT), session.merged(options))
     slot = session.slot_for(sample.source.longest)
-    session.read(sample, slot, session.model)
+    slot.read(sample, session.model)
     return strategy_of(session, sample, slot, session.model)
 
 
@@ -102,18 +105,20 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel(
 
 
 def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    low_bits = plan_for(Options(draft="lowbit"), tmp_path, session.model.num_layers).plan
+    session = load("tiny-llama")
+    session.written = math.inf
+    low_bits = low_bit_plan(session.model.num_layers).plan
     plan = LayerPlan.full(session.model.num_layers).in_bits(8)
     write_plan(tmp_path / "plan.json", DraftPlan(plan, 3), "", {})
     four = memory.low_bit_bytes(session.config, low_bits)
     eight = memory.low_bit_bytes(session.config, plan)
     eight += 6 * session.config.vocab_size * session.config.hidden_size + 1  # while it is rounded
-    for free, count in [(1, 1), (eight, 2), (four + eight, 3)]:
+    for free, count in [(1, 1), (eight, 2), (four + eight, 3), (1, 3)]:
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
         strategy = found(session, draft="auto", plan=str(tmp_path / "plan.json"))
-        assert len(strategy.policy.drafters) == count
+        assert len(strategy.policy.drafters) == count, "made copies need no more memory"
 
 
 @pytest.mark.parametrize(
@@ -140,11 +145,11 @@ def test_a_length_under_auto_is_a_cap(session: Session) -> None:
     assert max(len(round.drafted) for round in sample.rounds) <= 2
 
 
-def test_a_window_needs_no_copies_of_its_own(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.drafts.LONG", 8)
-    low_bits = plan_for(Options(draft="lowbit"), session.folder, session.model.num_layers).plan
+def test_a_window_needs_no_copies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = load("tiny-llama")
+    session.written = math.inf
+    monkeypatch.setattr("app.offers.LONG", 8)
+    low_bits = low_bit_plan(session.model.num_layers).plan
     enough = memory.low_bit_bytes(session.config, low_bits) + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: enough)
     drafters = found(session, draft="auto").drafter.drafters
@@ -178,12 +183,7 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
     options: dict[str, Any], granted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once per session; its texts then share their estimates."""
-    measured = recorded(
-        monkeypatch,
-        __import__("decoding.auto").auto,
-        "measured_costs",
-        lambda _, cache, *__: cache.length,
-    )
+    measured = recorded(monkeypatch, offers, "measured_costs", lambda _, cache, *__: cache.length)
     session = load("tiny-llama", draft="auto", max_new_tokens=4, seed=0, **options)
     texts = [session.write(PROMPT) for _ in range(2)]
     behind_the_prompt = len(session.encode(PROMPT)) - 1
@@ -197,13 +197,14 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     coupling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"SHORT": 8, "LONG": 32, "WINDOW": 8}.items():
-        monkeypatch.setattr(f"app.drafts.{name}", value)
+        monkeypatch.setattr(f"app.offers.{name}", value)
     own = DraftPlan(replace(PLAN.plan, window=16))
     drawn = {"temperature": 1.0, "seed": 1, "coupling": coupling}
     session = load("tiny-llama", max_new_tokens=60, plan=own, **drawn)
+    session.written = math.inf
     sample = session.begin(session.encode(PROMPT))
     slot = session.slot_for(sample.source.longest)
-    session.read(sample, slot, session.model)
+    slot.read(sample, session.model)
     strategy = strategy_of(session, sample, slot, session.model)
     counted = [strategy.policy.costs_at(length) for length in (5, 8, 9, 32, 33, 64)]
     short = ["low bits", "plan"]  # a plan's own window is its maker's choice
@@ -212,6 +213,60 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     assert different == [False, True, True, True, False]
     texts = [session.write(PROMPT, draft=draft).tokens for draft in ("auto", "auto", "none")]
     assert texts[0] == texts[1] and (coupling == "ratio" or texts[0] == texts[2])
+
+
+SHORT_TEXT = {"max_new_tokens": 24}
+
+
+@pytest.mark.parametrize(
+    ("options", "written", "rate", "makes"),
+    [
+        (SHORT_TEXT, 0, 1, False),
+        ({"max_new_tokens": 1000}, 0, 1, True),
+        (SHORT_TEXT, 1000, 1, True),
+        (SHORT_TEXT, math.inf, 1e-9, True),
+        (SHORT_TEXT, 0, 100, True),
+        (SHORT_TEXT | {"temperature": 1.0}, 0, 1, False),
+        (SHORT_TEXT | {"temperature": 1.0, "coupling": "ratio"}, 0, 1, True),
+        (SHORT_TEXT | {"draft": "lowbit"}, 0, 1, True),
+    ],
+    ids=str,
+)
+def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_always(
+    options: dict[str, Any],
+    written: float,
+    rate: float,
+    makes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``written``: tokens before. Under the ratio rule another draft would be another text."""
+    monkeypatch.setattr(drafts, "ROUNDED", rate * drafts.ROUNDED)
+    session = load("tiny-llama", seed=1)
+    session.written = written
+    found(session, **options)
+    assert bool(session.prepared) == makes
+
+
+def test_a_session_counts_what_it_writes_and_a_warm_up_makes_all_copies() -> None:
+    session = load("tiny-llama", max_new_tokens=6)
+    for _ in range(2):
+        session.write(PROMPT)
+    assert session.written == 12 and not session.prepared
+    session.warm_up([0, 0])
+    assert session.prepared
+
+
+def test_the_seconds_that_copies_take_are_said_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = load("tiny-llama", max_new_tokens=4)
+    said = recorded(monkeypatch, type(session.model), "prepare", lambda *_: capsys.readouterr().err)
+    seconds = memory.low_bit_bytes(session.config, low_bit_plan(session.config.num_layers).plan)
+    monkeypatch.setattr(drafts, "ROUNDED", seconds / 7)
+    session.write(PROMPT, draft="lowbit")
+    assert "rounding weights for drafts takes about 7.0 s" in said[0]
+    session.write(PROMPT, draft="lowbit", window=8)
+    assert not capsys.readouterr().err
 
 
 def test_without_drafts_no_copies_are_made(session: Session) -> None:

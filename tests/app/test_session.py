@@ -102,7 +102,7 @@ def test_a_prompt_is_read_from_the_prefix_on_that_the_cache_holds_and_the_text_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In whole chunks, so that the text has the bits of a fresh reading."""
-    for module in ("app.session", "model.decoder"):
+    for module in ("app.sample", "model.decoder"):
         monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 8)
     prompts = [[*SYSTEM, {"role": "user", "content": text}] for text in (FOX, "Hello", FOX * 2)]
     fresh = [generate.load("tiny-llama", **OPTIONS).write(prompt) for prompt in prompts]
