@@ -69,6 +69,7 @@ class Session:
         self.name = shown_name(self.folder)
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
+        self.local_config = self.config  # of the weights in this process
         self.dtype = pick_dtype(options.dtype, self.folder, self.device)
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
@@ -125,7 +126,7 @@ class Session:
         chosen = plan_for(options, self.folder, self.config.num_layers)
         of_draft = options.draft_model and read_config(model_folder(options.draft_model))
         return estimate(
-            self.config,
+            self.local_config,
             dtype=self.dtype,
             positions=positions,
             prompt=prompt,
@@ -142,7 +143,7 @@ class Session:
         copies = 0
         if self.options.draft == "auto":
             plans = optional_plans(self.options, self.folder, self.config.num_layers)
-            copies = sum(low_bit_bytes(self.config, chosen.plan) for chosen in plans.values())
+            copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
         memory = self.memory(self.capacity(ids), len(ids))
         return check_fits(memory, self.device, optional_copies=copies)
 
