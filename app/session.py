@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING
 
-import torch
-
-from app.characters import Labels
 from app.chat import Chat
 from app.common.command_line import say
-from app.common.device import pick_device
-from app.drafts import optional_plans, plan_for, rounding_seconds
 from app.kinds import strategy_of
+from app.loaded import LoadedModel
 from app.options import GRAMMARS, OF_THE_MODEL, Options
-from app.plan_file import LONGEST_DRAFT
 from app.prompt import Prompt, check_ids, encode_prompt, read_grammar
 from app.sample import Sample, Slot, pieces
 from decoding.model_port import Model
@@ -35,135 +27,71 @@ from model.decoder import Decoder
 from model.device import now
 from model.errors import InputError
 from model.plan import LayerPlan
-from weights.importance import importance
-from weights.load import load_model, model_folder, pick_dtype, read_config, shown_name
-from weights.memory import Memory, check_fits, estimate, free_bytes, low_bit_bytes
-from weights.tokenizer import Tokenizer
+from weights.memory import free_bytes
 
 if TYPE_CHECKING:
     from decoding.auto import Costs, Estimates
-    from decoding.grammar import Vocabulary
 
 POSITIONS = 1024  # a cache is made for a multiple of these
-# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
-CONTEXT = 8192
 MOST_TOGETHER = 16  # texts that share steps
 THINK = b"<think>"  # the end of a prompt whose template opens a thinking part
 WARM_UP = 8  # tokens that are written before anything is timed
-NOTICED = 0.5  # seconds: copies that take less are made without a line
 
 
-class Session:
+class Session(LoadedModel):
     """A model that writes by ``write``, ``stream``, ``write_all`` and ``chat``. Options of a call
     stand in place of those that the session was made with.
 
-    The weights are loaded when they are first used. One call is answered at a time: another
-    thread's waits for it. A call ends a stream that has not ended, which then raises InputError.
-    ``sample`` is the last text that ``write`` or ``stream`` began.
+    One call is answered at a time: another thread's waits for it. A call ends a stream that has not
+    ended, which then raises InputError. ``sample`` is the last text that ``write`` or ``stream``
+    began.
     """
 
     def __init__(self, options: Options, model: Decoder | None = None) -> None:
-        """``model`` is a loaded one, by default that of the options. Raises InputError."""
-        self.options = options
-        self.folder = model_folder(options.model, options.revision)
-        self.name = shown_name(self.folder)
-        self.device = pick_device(options.device)
-        self.config = read_config(self.folder)
-        self.local_config = self.config  # of the weights in this process
-        self.dtype = pick_dtype(options.dtype, self.folder, self.device)
-        self.tokenizer = Tokenizer(self.folder)
-        self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
+        super().__init__(options, model)
         self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None
         self.lock = RLock()
-        self.draft_models: dict[str, Decoder] = {}
-        self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows
         # tokens so far; infinitely many: copies for drafts are made at once
         self.written: float = 0
         # of all texts that no draft length can change
         self.estimates: Estimates | None = None
         self.costs: dict[tuple[LayerPlan, ...], dict[int, Costs]] = {}
-        if model is not None:
-            self.model = model
 
-    @cached_property
-    def model(self) -> Decoder:
-        """The model, loaded and prepared."""
-        return self.loaded(self.folder)
+    def write(self, prompt: Prompt, **options: object) -> Sample:
+        """Return the text after a prompt. Raises InputError."""
+        return self.finish(self._begun(prompt, options))
 
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """The model's tokens, as grammars read them."""
-        from decoding.grammar import Vocabulary
+    def stream(self, prompt: Prompt, **options: object) -> Iterator[str]:
+        """Return the text after a prompt, in pieces as they are written. Raises InputError."""
+        sample = self._begun(prompt, options)
+        return pieces(sample, self.rounds(sample))
 
-        tokens = [self.tokenizer.token_bytes(token) for token in range(self.config.vocab_size)]
-        return Vocabulary(tokens, self.tokenizer.eos_ids, self.tokenizer.encode_continuation)
+    def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
+        given = self.merged(options)
+        self.sample = sample = self.begin(self.encode(prompt, given), given)
+        return sample
 
-    @property
-    def context(self) -> int:
-        """Most positions of any text: --context, at most the model's."""
-        return min(self.options.context or math.inf, self.config.max_positions)
+    def write_all(self, prompts: Sequence[Prompt], **options: object) -> list[Sample]:
+        """Return a text after each prompt, written in shared steps where the device has them.
 
-    def capacity(self, ids: Sequence[int] = ()) -> int:
-        """Return the positions of a cache: for a prompt and its output or, where texts are not
-        known yet, for the context, of at most ``CONTEXT`` unless --context is given.
-
-        Raises InputError for ids that the model does not have, and for too many.
+        Greedy texts are those of ``write``. Sampled ones have random numbers of their own, by the
+        seed and their place in the list. Raises InputError.
         """
-        if ids:
-            check_ids(ids, self.config, self.context)
-        wanted = len(ids) + self.options.max_new_tokens if ids else self.options.context or CONTEXT
-        return min(wanted, self.context)
+        if not isinstance(prompts, list | tuple):
+            raise InputError(f"prompts must be a list, found {prompts!r:.80}")
+        given = self.merged(options).seeded()
+        samples = [
+            self.begin(self.encode(prompt, given), given, number)
+            for number, prompt in enumerate(prompts)
+        ]
+        self.finish_all(samples)
+        return samples
 
-    def memory(self, positions: int, prompt: int = 0) -> Memory:
-        """Return the memory that texts of up to ``positions`` tokens take.
-
-        The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
-        Raises InputError for a draft model or a plan that cannot be read.
-        """
-        options = self.options
-        chosen = plan_for(options, self.folder, self.config.num_layers)
-        of_draft = options.draft_model and read_config(model_folder(options.draft_model))
-        return estimate(
-            self.local_config,
-            dtype=self.dtype,
-            positions=positions,
-            prompt=prompt,
-            draft_config=of_draft,
-            longest_draft=LONGEST_DRAFT if options.gamma is None else options.gamma,
-            plan=chosen.plan if chosen and options.draft != "auto" else None,
-            fast_on=self.device,
-        )
-
-    def check_memory(self, ids: Sequence[int] = ()) -> str:
-        """Return a line of needed and free memory. Raises InputError with it where that is too
-        small.
-        """
-        copies = 0
-        if self.options.draft == "auto":
-            plans = optional_plans(self.options, self.folder, self.config.num_layers)
-            copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
-        memory = self.memory(self.capacity(ids), len(ids))
-        return check_fits(memory, self.device, optional_copies=copies)
-
-    def prepare(self, plan: LayerPlan) -> None:
-        """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how
-        long that takes, or that it gains nothing.
-        """
-        copies = replace(plan, window=None)  # a window changes none
-        if copies in self.prepared:
-            return
-        if copies.has_low_bits and not self.model.abilities.low_bits:
-            where = f"{self.model.dtype} on {self.device.type}"
-            say(f"drafts in low bits are no faster here: there are no kernels for {where}")
-        elif copies.has_low_bits:
-            seconds = rounding_seconds(self.config, copies)
-            if self.device.type == "cpu" and seconds > NOTICED:
-                say(f"rounding weights for drafts takes about {seconds:.1f} s")
-            importance(self.model, self.tokenizer, self.folder)
-        self.model.prepare(copies)
-        self.prepared.add(copies)
+    def chat(self, **options: object) -> Chat:
+        """Return a new conversation, with a cache of its own."""
+        return Chat(self, options)
 
     def merged(self, *calls: dict[str, object]) -> Options:
         """Return the session's options, with those of each call in their place."""
@@ -173,16 +101,6 @@ class Session:
                 raise InputError(f"{fixed[0]} is an option of load, not of a call", fixed[0])
             options = options.merged(given)
         return options
-
-    def agreed(self, decision: bool) -> bool:
-        """Return a decision that depends on a clock: where several processes share the model, that
-        of the first.
-        """
-        return decision
-
-    def loaded(self, folder: Path) -> Decoder:
-        """Return a model with fast steps, as the options ask for."""
-        return accelerated(load_model(folder, self.dtype, self.device), self.options)
 
     def encode(self, prompt: Prompt, options: Options | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises InputError for what is none."""
@@ -223,19 +141,6 @@ class Session:
         rules = Rules(budget, eos_ids, options.stop, options.ban, [grammar] if grammar else [])
         text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
         return Sample(text, options, replace(options.rule, sample=number), grammar)
-
-    def new_slot(self, capacity: int) -> Slot:
-        """Return an empty cache of this many positions."""
-        cache = self.model.new_cache(capacity)
-        self.model.step_of(cache)
-        return Slot(cache)
-
-    def slot_for(self, positions: int) -> Slot:
-        """Return the session's own cache, made anew where it is too small."""
-        if self.slot is None or self.slot.cache.capacity < positions:
-            rounded_up = -(-positions // POSITIONS) * POSITIONS
-            self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
-        return self.slot
 
     def rounds(
         self,
@@ -305,45 +210,6 @@ class Session:
         self.finish_all([sample])
         return sample
 
-    def warm_up(self, ids: Sequence[int]) -> None:
-        """Write a few tokens, with the draft and without, before anything is timed; copies for
-        drafts are made, however little is written.
-        """
-        self.written = math.inf
-        few = min(WARM_UP, self.options.max_new_tokens)
-        for draft in ({}, {"draft": "none"}):
-            self.finish(self.begin(ids, self.options.merged({"max_new_tokens": few, **draft})))
-
-    def write(self, prompt: Prompt, **options: object) -> Sample:
-        """Return the text after a prompt. Raises InputError."""
-        return self.finish(self._begun(prompt, options))
-
-    def stream(self, prompt: Prompt, **options: object) -> Iterator[str]:
-        """Return the text after a prompt, in pieces as they are written. Raises InputError."""
-        sample = self._begun(prompt, options)
-        return pieces(sample, self.rounds(sample))
-
-    def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        given = self.merged(options)
-        self.sample = sample = self.begin(self.encode(prompt, given), given)
-        return sample
-
-    def write_all(self, prompts: Sequence[Prompt], **options: object) -> list[Sample]:
-        """Return a text after each prompt, written in shared steps where the device has them.
-
-        Greedy texts are those of ``write``. Sampled ones have random numbers of their own, by the
-        seed and their place in the list. Raises InputError.
-        """
-        if not isinstance(prompts, list | tuple):
-            raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        given = self.merged(options).seeded()
-        samples = [
-            self.begin(self.encode(prompt, given), given, number)
-            for number, prompt in enumerate(prompts)
-        ]
-        self.finish_all(samples)
-        return samples
-
     def finish_all(self, samples: Sequence[Sample]) -> None:
         """Write texts to their ends: see ``rounds_of_all``."""
         with self.lock:
@@ -375,23 +241,33 @@ class Session:
         fitting = free_bytes(self.device) // (memory.cache + memory.workspace)
         return max(1, min(texts, MOST_TOGETHER, fitting))
 
-    def chat(self, **options: object) -> Chat:
-        """Return a new conversation, with a cache of its own."""
-        return Chat(self, options)
+    def new_slot(self, capacity: int) -> Slot:
+        """Return an empty cache of this many positions."""
+        cache = self.model.new_cache(capacity)
+        self.model.step_of(cache)
+        return Slot(cache)
 
+    def slot_for(self, positions: int) -> Slot:
+        """Return the session's own cache, made anew where it is too small."""
+        if self.slot is None or self.slot.cache.capacity < positions:
+            rounded_up = -(-positions // POSITIONS) * POSITIONS
+            self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
+        return self.slot
 
-def accelerated(model: Decoder, options: Options) -> Decoder:
-    """Return the model with fast steps, where ``model.fast`` is there and has any."""
-    if options.no_compile:
-        if model.device.type == "cuda":
-            torch.compiler.set_stance("force_eager")  # of sampling too
-        return model
-    with suppress(ModuleNotFoundError):
-        from model.fast import accelerate
+    def warm_up(self, ids: Sequence[int]) -> None:
+        """Write a few tokens, with the draft and without, before anything is timed; copies for
+        drafts are made, however little is written.
+        """
+        self.written = math.inf
+        few = min(WARM_UP, self.options.max_new_tokens)
+        for draft in ({}, {"draft": "none"}):
+            self.finish(self.begin(ids, self.options.merged({"max_new_tokens": few, **draft})))
 
-        return accelerate(model)
-    say("steps are the readable blocks', several times slower: model/fast is not there")
-    return model
+    def agreed(self, decision: bool) -> bool:
+        """Return a decision that depends on a clock: where several processes share the model, that
+        of the first.
+        """
+        return decision
 
 
 def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
