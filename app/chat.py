@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from app.prompt import ContextFull, checked_text
+from app.prompt import checked_text
 from app.sample import Sample, Slot, pieces
 from decoding.rounds import Round
 
@@ -31,7 +31,7 @@ class Chat:
     def say(self, text: str, **options: object) -> Sample:
         """Return the model's answer to the user's turn ``text``.
 
-        Raises ContextFull where the conversation is longer than its context: the turn is not kept.
+        Raises InputError where the conversation is longer than its context: the turn is not kept.
         """
         with self.session.lock:
             for _ in self.rounds(text, **options):
@@ -52,10 +52,7 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
         context = self.slot.cache.capacity
-        try:
-            self.sample = session.begin(session.encode(messages, given), given, context=context)
-        except ContextFull as error:
-            raise ContextFull(f"{error}, or forget the oldest turns") from None
+        self.sample = session.begin(session.encode(messages, given), given, context=context)
         self.sample.continues = True
         return self._answer(messages, self.sample)
 

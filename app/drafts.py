@@ -1,9 +1,10 @@
 """Drafts: from options to a ``Strategy``, the drafter and the policy of a text.
 
-``--draft lowbit`` may serve as an example. Its maker in ``app.kinds`` is ``by_plan``: it takes the
-plan of ``plan_for``, all layers in four bits, lets the session make its low-bit copies, and gives a
-``ModelDrafter`` under this plan with the plan's own policy. ``FILE.py:Class`` names a class in a
-file of the user.
+``KINDS`` has the values of ``--draft``. Take ``lowbit`` as an example. Its maker is ``by_plan``: it
+takes the plan of ``plan_for``, all layers in four bits, lets the session make its low-bit copies,
+and gives a ``ModelDrafter`` under this plan with the plan's own policy. ``with_policy`` then puts
+that of ``--gamma``, ``--adaptive`` and ``--min-target-confidence`` in its place. A new kind is a
+function like ``by_plan`` and a row in ``KINDS``.
 
 Knows nothing of screens and requests.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import runpy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from app.plan_file import GAMMA, DraftPlan, read_plan
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
-from decoding.policies import FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.errors import InputError, typed_line
+from model.errors import InputError, explaining, typed_line
 from model.plan import FULL, LayerPlan
 from weights.load import model_folder
 from weights.memory import low_bit_bytes
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 BITS = 4  # of a low-bit draft by default
 GAMMA_LOW_BITS = 5  # tokens drafted per round in low bits
 PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
+LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
+START_GREEDY = 0.8  # first threshold of that exit
+START_SAMPLED = 0.5
 ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
 
 
@@ -50,6 +54,50 @@ class Strategy(NamedTuple):
     drafter: Drafter
     policy: Policy
     gamma: int | None = None
+
+
+def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
+    """Return the strategy in which a text is written, whose prompt was read into the cache of a
+    slot. A draft may share that cache.
+
+    ``target`` is the model as the loop calls it. Raises InputError where the draft is not possible.
+    """
+    options = sample.options
+    if options.gamma == 0:
+        return plain("plain: --gamma 0 drafts nothing")
+    kind = kind_of(options.draft)
+    with explaining(
+        f"--draft {options.draft} lacks a file of this project", (ModuleNotFoundError,)
+    ):
+        strategy = with_policy(kind.make(session, sample, slot, target), options)
+    drafter = strategy.drafter
+    if target is not session.model and options.draws_alike:
+        from decoding.together import ForFew
+
+        drafter = ForFew(drafter, target)
+    if sample.grammar:
+        from decoding.grammar import ForcedTokens
+
+        drafter = ForcedTokens(sample.grammar, drafter)
+    return strategy._replace(drafter=drafter)
+
+
+def with_policy(strategy: Strategy, options: Options) -> Strategy:
+    """Return the strategy with the policy that the options ask for, if they do, behind the
+    confidence gate if asked. A plain one stays plain, unless ``--gamma`` asks for drafts.
+    """
+    policy = strategy.policy
+    if not (policy.gamma or options.gamma):
+        return strategy
+    if options.adaptive:
+        first = START_SAMPLED if options.temperature else START_GREEDY
+        longest = options.gamma or strategy.gamma or LONGEST_ADAPTIVE
+        policy = AdaptiveExit(getattr(policy, "threshold", first), longest)
+    elif options.draft != "auto" and (options.gamma or options.adaptive is False):
+        policy = FixedLength(options.gamma or policy.gamma)
+    if options.min_target_confidence is not None:
+        policy = ConfidenceGate(policy, options.min_target_confidence)
+    return strategy._replace(policy=policy)
 
 
 def plain(name: str = "plain") -> Strategy:
@@ -241,3 +289,49 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
         where = "".join([kind, *own[-1:]])
         said = InputError(f"--draft {where}: {typed_line(error)}")
         raise said from (error if in_text else None)
+
+
+def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
+    """Return the strategy that takes the best of several drafts in each round."""
+    from app.offers import Offers
+
+    session.offers = session.offers or Offers(session)
+    return session.offers.strategy(sample, slot, target)
+
+
+class Kind(NamedTuple):
+    """Kind of draft: its line in --help, the options that have an effect on it, and its maker."""
+
+    help: str
+    options: tuple[str, ...]
+    make: Callable[[Session, Sample, Slot, Model], Strategy]
+
+
+LENGTH = ("gamma", "min_target_confidence")
+BY_PLAN = (*LENGTH, "adaptive", "bits", "window")
+KINDS = {
+    "auto": Kind(
+        "in each round the best of lowbit, lookup and a layer plan, or none",
+        (*LENGTH, "plan"),
+        auto,
+    ),
+    "none": Kind("plain decoding", (), lambda *_: plain()),
+    "lookup": Kind("copies what followed the same words earlier in the text", LENGTH, lookup),
+    "skip": Kind(
+        "the model without some sublayers, by a layer plan (--plan)", (*BY_PLAN, "plan"), by_plan
+    ),
+    "exit": Kind("the model's first layers (--exit-layer)", (*BY_PLAN, "exit_layer"), by_plan),
+    "lowbit": Kind("the model with all weights in four bits (--bits)", BY_PLAN, by_plan),
+    "model": Kind(
+        "a smaller model with the same tokenizer (--draft-model)",
+        (*LENGTH, "adaptive", "draft_model"),
+        other_model,
+    ),
+}
+OF_DRAFTS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]
+OWN = Kind("a drafter of your own", (*LENGTH, "adaptive"), class_of_user)
+
+
+def kind_of(draft: str) -> Kind:
+    """Return the kind of a value of ``--draft``: a name, or the class of a user."""
+    return KINDS.get(draft, OWN)

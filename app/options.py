@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
-from app.drafts import GAMMA_LOW_BITS
-from app.kinds import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, kind_of
+from app.drafts import GAMMA_LOW_BITS, KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, kind_of
 from app.plan_file import GAMMA, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS, Rule

@@ -16,11 +16,6 @@ from model.config import ModelConfig
 from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer
 
-
-class ContextFull(InputError):
-    """Error of a prompt or a conversation that is longer than its context."""
-
-
 Messages = Sequence[dict[str, str]]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int] | Messages  # a text, token ids, or a conversation
 
@@ -112,8 +107,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
 
 
 def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
-    """Raise InputError for token ids that the model does not have, and ContextFull for as many as
-    the ``context`` or more.
+    """Raise InputError for token ids that the model does not have, and for as many as the
+    ``context`` or more.
     """
     if not (ids and 0 <= min(ids) <= max(ids) < config.vocab_size):
         raise InputError(
@@ -122,10 +117,10 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
         )
     if len(ids) >= context:
         used = context < config.max_positions
-        raise ContextFull(
+        raise InputError(
             f"the prompt has {len(ids)} tokens, the model's context {config.max_positions}"
             f" tokens{f', {context} are used' * used}: shorten the prompt"
-            f"{' or raise --context' * used}"
+            f"{' or raise --context' * used}, in a conversation forget the oldest turns"
         )
 
 

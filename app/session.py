@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from app.chat import Chat
 from app.common.command_line import say
-from app.kinds import strategy_of
+from app.drafts import strategy_of
 from app.loaded import LoadedModel
 from app.options import GRAMMARS, OF_THE_MODEL, Options
 from app.prompt import Prompt, check_ids, encode_prompt, read_grammar
@@ -26,11 +26,10 @@ from decoding.text import DeadEnd, Rules, Text
 from model.decoder import Decoder
 from model.device import now
 from model.errors import InputError
-from model.plan import LayerPlan
 from weights.memory import free_bytes
 
 if TYPE_CHECKING:
-    from decoding.auto import Costs, Estimates
+    from app.offers import Offers
 
 POSITIONS = 1024  # a cache is made for a multiple of these
 MOST_TOGETHER = 16  # texts that share steps
@@ -55,9 +54,7 @@ class Session(LoadedModel):
         self.lock = RLock()
         # tokens so far; infinitely many: copies for drafts are made at once
         self.written: float = 0
-        # of all texts that no draft length can change
-        self.estimates: Estimates | None = None
-        self.costs: dict[tuple[LayerPlan, ...], dict[int, Costs]] = {}
+        self.offers: Offers | None = None  # of --draft auto
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -227,7 +224,7 @@ class Session(LoadedModel):
             from app.several import rounds_together
 
             slots = [self.new_slot(positions) for _ in range(count)]
-            yield from rounds_together(self, samples, slots)
+            yield from rounds_together(self.rounds, self.model, samples, slots)
             return
         for sample in samples:
             for round in self.rounds(sample):

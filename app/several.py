@@ -3,34 +3,33 @@
 Knows nothing of how a single text is written.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from app.sample import Sample, Slot
 from decoding.rounds import Round
 from decoding.together import Together
+from model.decoder import Decoder
 from model.errors import InputError
-
-if TYPE_CHECKING:
-    from app.session import Session
 
 
 def rounds_together(
-    session: Session, samples: Sequence[Sample], slots: Sequence[Slot]
+    rounds: Callable[[Sample, Slot, Together], Iterator[Round]],
+    model: Decoder,
+    samples: Sequence[Sample],
+    slots: Sequence[Slot],
 ) -> Iterator[tuple[Sample, Round]]:
-    """Write texts to their ends, as many at a time as there are slots; yields their rounds.
+    """Write texts to their ends by ``rounds``, as many at a time as there are slots; yields each
+    text's rounds.
 
     A prompt that all share is read once. The first error is raised when all texts have ended.
     """
     first, *others = slots
     prompt = samples[0].source.tokens
     if all(sample.source.tokens == prompt for sample in samples):
-        first.read(samples[0], session.model)
+        first.read(samples[0], model)
         for slot in others:
             slot.copy_from(first)
-    together = Together(session.model)
+    together = Together(model)
     waiting = [*samples]
     free = [*slots]
     written: list[tuple[Sample, Round]] = []
@@ -39,7 +38,7 @@ def rounds_together(
     def write(sample: Sample) -> None:
         slot = free.pop()
         try:
-            for round in session.rounds(sample, slot, together):
+            for round in rounds(sample, slot, together):
                 written.append((sample, round))
         except InputError as error:
             errors.append(error)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from app import drafts, offers
-from app.drafts import low_bit_plan, optional_plans
-from app.kinds import strategy_of
+from app.drafts import low_bit_plan, optional_plans, strategy_of
 from app.options import Options
 from app.plan_file import DraftPlan, write_plan
 from app.session import Session, load
@@ -188,7 +187,7 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
     texts = [session.write(PROMPT) for _ in range(2)]
     behind_the_prompt = len(session.encode(PROMPT)) - 1
     assert measured == [behind_the_prompt] * granted
-    assert granted == (session.estimates is not None)
+    assert granted == bool(session.offers.estimates.rates)
     assert texts[0].tokens == texts[1].tokens
 
 
@@ -209,7 +208,7 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     counted = [strategy.policy.costs_at(length) for length in (5, 8, 9, 32, 33, 64)]
     short = ["low bits", "plan"]  # a plan's own window is its maker's choice
     assert [[*costs.steps] for costs in counted] == [short] * 4 + [[*short, "low bits, newest"]] * 2
-    different = [before is not after for before, after in pairwise(counted)]
+    different = [before != after for before, after in pairwise(counted)]
     assert different == [False, True, True, True, False]
     texts = [session.write(PROMPT, draft=draft).tokens for draft in ("auto", "auto", "none")]
     assert texts[0] == texts[1] and (coupling == "ratio" or texts[0] == texts[2])
