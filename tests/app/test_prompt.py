@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,21 +53,6 @@ def test_a_variable_of_the_template_switches_thinking_off(
     command = ["hi", "-m", thinker, "--draft", "none", "-n", "2", "--json"]
     assert run(*command).result["prompt_tokens"] == thinking
     assert run(*command, "--chat-template-kwargs", SWITCH).result["prompt_tokens"] == wanted
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("{", "--chat-template-kwargs is no JSON"),
-        ("", "--chat-template-kwargs is empty"),
-        ({"x": {1}}, "--chat-template-kwargs is no JSON"),
-        ({"messages": []}, "multiple values for keyword argument 'messages'"),
-        (3, "--chat-template-kwargs must be a string"),
-    ],
-    ids=str,
-)
-def test_wrong_variables_are_refused(session: Session, value: Any, said: str) -> None:
-    assert said in refusal(session.write, "hi", chat_template_kwargs=value)
 
 
 def test_a_grammar_or_a_stop_that_begins_in_a_thinking_part_is_said(
