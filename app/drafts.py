@@ -15,20 +15,16 @@ import runpy
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.plan_file import GAMMA, DraftPlan, read_plan
+from app.plan_file import GAMMA, plan_for, plan_in_words, runnable
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from model.config import ModelConfig
-from model.decoder import Decoder
 from model.errors import InputError, explaining, typed_line
-from model.plan import FULL, LayerPlan
+from model.plan import LayerPlan
 from weights.load import model_folder
-from weights.memory import low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,13 +32,9 @@ if TYPE_CHECKING:
     from app.sample import Sample, Slot
     from app.session import Session
 
-BITS = 4  # of a low-bit draft by default
-GAMMA_LOW_BITS = 5  # tokens drafted per round in low bits
-PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY = 0.8  # first threshold of that exit
 START_SAMPLED = 0.5
-ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
 
 
 class Strategy(NamedTuple):
@@ -107,48 +99,7 @@ def plain(name: str = "plain") -> Strategy:
 
 def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that copies what followed an earlier occurrence of the text's end."""
-    drafter = PromptLookup()
-    return Strategy("prompt lookup", drafter, FixedLength(GAMMA))
-
-
-def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
-    """Return the plan under which the target drafts for itself; None where --draft has none.
-
-    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
-    InputError for a plan that cannot be read.
-    """
-    shipped = folder / "plan.json"
-    if options.draft == "exit":
-        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    elif options.draft == "lowbit":
-        chosen = low_bit_plan(layers)
-    elif isinstance(options.plan, DraftPlan):
-        chosen = options.plan
-        if chosen.plan.num_layers != layers:
-            raise InputError(f"the plan has {chosen.plan.num_layers} layers, the model {layers}")
-    elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
-        chosen = read_plan(Path(options.plan or shipped), layers, folder)
-    else:
-        return None
-    plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
-    return replace(chosen, plan=replace(plan, window=options.window or plan.window))
-
-
-def low_bit_plan(layers: int) -> DraftPlan:
-    """Return the plan of all layers in four bits."""
-    plan = LayerPlan.full(layers).in_bits(BITS)
-    return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
-
-
-def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, DraftPlan]:
-    """Return the plans by name among which --draft auto chooses."""
-    plans = {"low bits": low_bit_plan(layers)}
-    given = plan_for(options, folder, layers)
-    if given and given.gamma != 0 and given.plan != plans["low bits"].plan:
-        plans["plan"] = given
-    return plans
+    return Strategy("prompt lookup", PromptLookup(), FixedLength(GAMMA))
 
 
 def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
@@ -173,42 +124,11 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     return Strategy(plan_in_words(plan), drafter, chosen.new_policy(), chosen.gamma)
 
 
-def runnable(model: Decoder, plan: LayerPlan) -> LayerPlan:
-    """Return the plan as the device runs it: a head in eight bits gets four where only four have a
-    kernel. There, on a GPU, it would read the checkpoint's own weights.
-    """
-    return replace(plan, head=4) if plan.head == 8 and model.abilities.low_bits == (4,) else plan
-
-
 def plan_drafter(session: Session, plan: LayerPlan, slot: Slot, target: Model) -> ModelDrafter:
     """Return a drafter by the target under a plan, whose copies and steps are made now."""
     session.prepare(plan)
     session.model.step_of(slot.cache, plan)
     return ModelDrafter(target, slot.cache, plan)
-
-
-def rounding_seconds(config: ModelConfig, plan: LayerPlan) -> float:
-    """Return about the seconds that the low-bit copies of a plan take on a CPU."""
-    return low_bit_bytes(config, plan) / ROUNDED
-
-
-def plan_in_words(plan: LayerPlan) -> str:
-    """Return the layer of a plan's exit or its number of skipped sublayers, the bits of the others,
-    and the plan's window.
-    """
-    attention = plan.skipped_attention
-    mlp = plan.skipped_mlp
-    exit_layer = plan.num_layers - len(mlp)
-    bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
-    if not (attention or mlp):
-        words = "all layers"
-    elif attention == mlp == [*range(exit_layer, plan.num_layers)]:
-        words = f"exit at layer {exit_layer} of {plan.num_layers}"
-    else:
-        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers"
-        words += ", others" if bits else ""
-    words += f" in {bits} bits" if bits else ""
-    return f"{words}, newest {plan.window} tokens" if plan.window else words
 
 
 def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:

@@ -18,9 +18,8 @@ import torch
 from app.characters import Labels
 from app.common.command_line import say
 from app.common.device import pick_device
-from app.drafts import optional_plans, plan_for, rounding_seconds
 from app.options import Options
-from app.plan_file import LONGEST_DRAFT
+from app.plan_file import LONGEST_DRAFT, optional_plans, plan_for, rounding_seconds
 from app.prompt import check_ids
 from model.decoder import Decoder
 from model.plan import LayerPlan

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from app.drafts import Strategy, optional_plans, plan_drafter, rounding_seconds, runnable
-from app.plan_file import DraftPlan
+from app.drafts import Strategy, plan_drafter
+from app.plan_file import DraftPlan, optional_plans, rounding_seconds, runnable
 from decoding.auto import LONGEST, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Drafter, PromptLookup
 from decoding.model_port import Model
@@ -34,7 +34,7 @@ SHORT = 512  # tokens up to which costs hardly depend on a text's length
 ROUND_OVERHEAD = 20e6
 ROW = 0.03
 ROW_OVERHEAD = 2e6
-READ = 38e9  # bytes that a plain round reads in a second, where ``drafts.ROUNDED`` was measured
+READ = 38e9  # bytes that a plain round reads in a second, where ``plan_file.ROUNDED`` was measured
 
 
 class Offers:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
-from app.drafts import GAMMA_LOW_BITS, KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, kind_of
-from app.plan_file import GAMMA, DraftPlan
+from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, kind_of
+from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS, Rule
 from model.errors import InputError, explaining

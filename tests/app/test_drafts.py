@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app import drafts, offers
-from app.drafts import low_bit_plan, optional_plans, strategy_of
+from app import offers, plan_file
+from app.drafts import strategy_of
 from app.options import Options
-from app.plan_file import DraftPlan
+from app.plan_file import DraftPlan, low_bit_plan, optional_plans
 from app.session import Session, load
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from model.places import cache_folder
@@ -222,7 +222,7 @@ def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_alw
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``written``: tokens before. Under the ratio rule another draft would be another text."""
-    monkeypatch.setattr(drafts, "ROUNDED", rate * drafts.ROUNDED)
+    monkeypatch.setattr(plan_file, "ROUNDED", rate * plan_file.ROUNDED)
     session = load("tiny-llama", seed=1)
     session.written = written
     found(session, **options)
@@ -244,7 +244,7 @@ def test_the_seconds_that_copies_take_are_said_before_they_are_made(
     session = load("tiny-llama", max_new_tokens=4)
     said = recorded(monkeypatch, type(session.model), "prepare", lambda *_: capsys.readouterr().err)
     seconds = memory.low_bit_bytes(session.config, low_bit_plan(session.config.num_layers).plan)
-    monkeypatch.setattr(drafts, "ROUNDED", seconds / 7)
+    monkeypatch.setattr(plan_file, "ROUNDED", seconds / 7)
     session.write(PROMPT, draft="lowbit")
     assert "rounding weights for drafts takes about 7.0 s" in said[0]
     session.write(PROMPT, draft="lowbit", window=8)
