@@ -7,8 +7,7 @@ Knows nothing of how it chooses.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.drafts import Strategy, plan_drafter
@@ -48,7 +47,7 @@ class Offers:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.estimates = Estimates()
-        self.costs: dict[tuple[object, ...], Costs] = {}
+        self.costs: dict[tuple[object, ...], dict[int, Costs]] = {}  # of plans, by length
 
     def strategy(self, sample: Sample, slot: Slot, target: Model) -> Strategy:
         """Return the strategy that takes the best of lookup, low bits and the plan: see ``Auto``.
@@ -64,7 +63,8 @@ class Offers:
             name: plan_drafter(session, each.plan, slot, target) for name, each in chosen.items()
         }
         drafters["lookup"] = PromptLookup()
-        costs = partial(self._costs, slot.cache, is_free, plans, windows)
+        known = self.costs.setdefault((is_free, *chosen.items()), {})
+        costs = CostsByLength(session, slot.cache, plans, windows, is_free, known)
         costs(len(sample.source))
         chooser = Auto(
             drafters,
@@ -75,29 +75,6 @@ class Offers:
             longest=sample.options.gamma,
         )
         return Strategy("auto", chooser, chooser)
-
-    def _costs(
-        self,
-        cache: KVCache,
-        is_free: bool,
-        plans: dict[str, DraftPlan],
-        windows: dict[str, DraftPlan],
-        length: int,
-    ) -> Costs:
-        """Return the costs after a text of this length, which count anew where it has doubled. Only
-        long texts have ``windows``.
-        """
-        at_most = 1 << (max(SHORT, length) - 1).bit_length()
-        chosen = plans | windows if at_most > LONG else plans
-        steps = {name: each.plan for name, each in chosen.items()}
-        key = (is_free, at_most, *steps.items())
-        if key not in self.costs:
-            self.costs[key] = (
-                measured_costs(self.session.model, cache, steps)
-                if is_free
-                else costs_by_bytes(self.session, steps, at_most)
-            )
-        return self.costs[key]
 
     def _plans(self, sample: Sample, is_free: bool) -> dict[str, DraftPlan]:
         """Return the plans to draft under, by name, as the device runs them: their low bits are
@@ -113,9 +90,8 @@ class Offers:
             copies = replace(plan, window=None)
             if copies.has_low_bits and copies not in session.prepared:
                 pays = not is_free or self._pays(chosen, sample.source.remaining)
-                if not (
-                    model.abilities.low_bits and pays and has_memory_for(model, [*new, copies])
-                ):
+                fits = has_memory_for(model, [*new, copies])
+                if not (model.abilities.low_bits and pays and fits):
                     continue
                 new.append(copies)
             plans[name] = replace(chosen, plan=plan)
@@ -123,17 +99,14 @@ class Offers:
 
     def _pays(self, chosen: DraftPlan, tokens: int) -> bool:
         """Return whether the low-bit copies of a plan would save more time than they take, at its
-        prior acceptance: over these tokens, and as many as the session has written.
-
-        So no more time goes into copies than was lost without them: rent or buy.
+        prior acceptance, over these tokens and as many as the session has written: rent or buy.
         """
         session = self.session
         if session.written == math.inf:
             return True
-        full, draft = (
-            bytes_read(session.config, plan, session.model.dtype.itemsize)
-            for plan in (LayerPlan.full(session.model.num_layers), chosen.plan)
-        )
+        itemsize = session.model.dtype.itemsize
+        full = bytes_read(session.config, LayerPlan.full(session.model.num_layers), itemsize)
+        draft = bytes_read(session.config, chosen.plan, itemsize)
         rate = chosen.alpha or PRIOR_RATE
         cost = draft / full + ROW
         speedup = max(expected_speedup(rate, k, cost, 1.0) for k in range(1, LONGEST + 1))
@@ -148,6 +121,34 @@ def short_sighted(plans: dict[str, DraftPlan]) -> dict[str, DraftPlan]:
         for name, chosen in plans.items()
         if not chosen.plan.window
     }
+
+
+@dataclass
+class CostsByLength:
+    """Costs of draft steps and rows for ``Auto``, which count anew where a text has doubled.
+
+    Those ``known`` from other texts serve too. Only long texts have ``windows``.
+    """
+
+    session: Session
+    cache: KVCache
+    plans: dict[str, DraftPlan]
+    windows: dict[str, DraftPlan]
+    is_measured: bool
+    known: dict[int, Costs]
+
+    def __call__(self, length: int) -> Costs:
+        """Return the costs after a text of this length."""
+        at_most = 1 << (max(SHORT, length) - 1).bit_length()
+        if at_most not in self.known:
+            chosen = self.plans | self.windows if at_most > LONG else self.plans
+            plans = {name: each.plan for name, each in chosen.items()}
+            self.known[at_most] = (
+                measured_costs(self.session.model, self.cache, plans)
+                if self.is_measured
+                else costs_by_bytes(self.session, plans, at_most)
+            )
+        return self.known[at_most]
 
 
 def costs_by_bytes(session: Session, plans: dict[str, LayerPlan], positions: int) -> Costs:

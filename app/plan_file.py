@@ -11,7 +11,7 @@ search writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +181,24 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         raise InputError(
             f"{path} was made for another model than {folder}: run python -m search for this one"
         )
+    for key, kinds, least, most, wanted in (
+        ("window", (int,), 1, math.inf, "a whole number of at least 1"),
+        ("gamma", (int,), 0, math.inf, "a whole number of at least 0"),
+        ("threshold", (int, float), 0, 1, "a number from 0 to 1"),
+        ("alpha", (int, float), 0, 1, "a number from 0 to 1"),
+    ):
+        value = raw.get(key)
+        check(value is None or (type(value) in kinds and least <= value <= most), key, wanted)
+    plan = layer_plan(raw, num_layers, check)
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
+
+
+def layer_plan(
+    raw: dict[str, Any], num_layers: int, check: Callable[[bool, str, str], None]
+) -> LayerPlan:
+    """Return the layer plan in a file's JSON. ``check`` refuses the value of a key unless it
+    ``fits`` what is wanted.
+    """
     skipped = {name: raw.get(name, []) for name in SUBLAYERS}
     for name, layers in skipped.items():
         is_list = whole_numbers(layers, range(num_layers)) and len(set(layers)) == len(layers)
@@ -197,14 +215,6 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         bits = dict.fromkeys(SUBLAYERS, [bits] * num_layers)
     head = raw.get("head_bits", FULL)
     check(whole_numbers([head], WIDTHS), "head_bits", "4, 8 or 16")
-    for key, kinds, least, most, wanted in (
-        ("window", (int,), 1, math.inf, "a whole number of at least 1"),
-        ("gamma", (int,), 0, math.inf, "a whole number of at least 0"),
-        ("threshold", (int, float), 0, 1, "a number from 0 to 1"),
-        ("alpha", (int, float), 0, 1, "a number from 0 to 1"),
-    ):
-        value = raw.get(key)
-        check(value is None or (type(value) in kinds and least <= value <= most), key, wanted)
     runs = (
         tuple(
             0 if layer in skipped[name] else width
@@ -212,8 +222,7 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         )
         for name in SUBLAYERS
     )
-    plan = LayerPlan(*runs, head, raw.get("window"))
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
+    return LayerPlan(*runs, head, raw.get("window"))
 
 
 def whole_numbers(value: Any, allowed: Collection[int]) -> bool:

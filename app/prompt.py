@@ -66,15 +66,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> lis
     is_chat = tokenizer.chat_template is not None if options.chat is None else options.chat
     if is_chat:
         return encode_chat(tokenizer, [{"role": "user", "content": text}], options)
-    if options.system is not None:
-        raise InputError(
-            "--system needs a chat: leave out --no-chat, or use a model with a chat template"
-        )
-    if options.chat_template_kwargs is not None:
-        raise InputError(
-            "--chat-template-kwargs needs a chat: leave out --no-chat, or use a model with a chat"
-            " template"
-        )
+    for name in ("system", "chat_template_kwargs"):
+        if getattr(options, name) is not None:
+            raise InputError(
+                f"{flag_of(name)} needs a chat: leave out --no-chat, or use a model with a chat"
+                " template"
+            )
     return tokenizer.encode(text, find_names=True)
 
 
@@ -93,8 +90,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     if options.system is not None and not has_system:
         messages = [{"role": "system", "content": options.system}, *messages]
         has_system = True
-    given = options.chat_template_kwargs is not None
-    variables = read_json_option(options, "chat_template_kwargs") if given else {}
+    given = options.chat_template_kwargs
+    variables = {} if given is None else read_json_option(options, "chat_template_kwargs")
     encode = partial(tokenizer.encode_chat, variables=variables)
     if options.json_schema is None:
         return encode(messages)
