@@ -49,8 +49,8 @@ class Strategy(NamedTuple):
 
 
 def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
-    """Return the strategy in which a text is written, whose prompt was read into the cache of a
-    slot. A draft may share that cache.
+    """Return the strategy of a text. The cache of the slot holds its prompt, and a draft may share
+    this cache.
 
     ``target`` is the model as the loop calls it. Raises InputError where the draft is not possible.
     """
@@ -142,7 +142,7 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
             raise InputError(
                 f"{folder} has another vocabulary: a draft model must share the target's tokenizer"
             )
-        session.draft_models[name] = session.loaded(folder)
+        session.draft_models[name] = session.load(folder)
     model = session.draft_models[name]
     if name not in slot.draft_caches:
         slot.draft_caches[name] = model.new_cache(slot.cache.capacity)

@@ -58,7 +58,7 @@ class LoadedModel:
     @cached_property
     def model(self) -> Decoder:
         """The model, loaded and prepared."""
-        return self.loaded(self.folder)
+        return self.load(self.folder)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -133,7 +133,7 @@ class LoadedModel:
         self.model.prepare(copies)
         self.prepared.add(copies)
 
-    def loaded(self, folder: Path) -> Decoder:
+    def load(self, folder: Path) -> Decoder:
         """Return a model with fast steps, as the options ask for."""
         return accelerated(load_model(folder, self.dtype, self.device), self.options)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
-from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, kind_of
+from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of
 from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS, Rule
@@ -47,7 +47,6 @@ WANTED = {
 }
 EPILOG = """kinds of draft:
 {kinds}
-  FILE.py:Class  a drafter of your own
 
 examples:
   python generate.py "Why is the sky blue?" --trace --compare
@@ -454,12 +453,13 @@ def parse(arguments: list[str] | None = None) -> Options:
         names = f"{each.metadata['short']} {flag_of(each.name)}"
         groups.setdefault(each.metadata["group"], {})[names] = argument(each)
     groups[""]["PROMPT"] = {"nargs": "?", "help": "the same as --prompt"}
-    kinds = "\n".join(f"  {name:<15}{kind.help}" for name, kind in KINDS.items())
+    kinds = KINDS | {"FILE.py:Class": OWN}
+    lines = [f"  {name:<15}{kind.help}" for name, kind in kinds.items()]
     parser = parser_of(
         groups,
         prog="generate.py",
         description="Write text with a language model, by self-speculative decoding.",
-        epilog=EPILOG.format(kinds=kinds),
+        epilog=EPILOG.format(kinds="\n".join(lines)),
     )
     given = vars(parser.parse_args(arguments))
     prompts = [each for each in (given.pop("PROMPT"), given["prompt"]) if each is not None]

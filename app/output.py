@@ -1,6 +1,6 @@
 """Output of ``generate.py``: samples as text or trace, statistics, comparison and JSON.
 
-Knows nothing of how a text is written.
+Knows nothing of drafts and models.
 """
 
 import json
