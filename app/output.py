@@ -152,7 +152,7 @@ def comparison(session: Session, sample: Sample) -> str:
     most = TURNS if tokens < FEW_TOKENS else MOST_TURNS
     ways = [sample.options, sample.options.merged({"draft": "none"})]
     turns: list[list[Sample]] = []
-    while len(turns) < TURNS or (len(turns) < most and session.agreed(shortest(turns) < SHORT)):
+    while len(turns) < TURNS or (len(turns) < most and shortest(turns) < SHORT):
         begun = [session.begin(prompt, way, sample.rule.sample) for way in ways]
         turns.append([session.finish(each) for each in begun])
     if not sample.options.draws_alike:

@@ -1,9 +1,9 @@
 """Several processes that share a model, started by torchrun: SPMD, as in gpt-fast.
 
 Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``).
-Rank 0 broadcasts options, prompt and seed once. After each round the ranks compare its tokens and
-learn of Ctrl-C on rank 0; only rank 0 prints. Every rank has all logits, each computed by one rank,
-and decisions by a clock are those of rank 0, so the ranks take the same steps.
+Rank 0 broadcasts options, prompt and seed once. After each round the ranks compare its tokens, and
+learn of Ctrl-C on rank 0 and of its clock; only rank 0 prints. Every rank has all logits, each
+computed by one rank, and the same seconds, so the ranks take the same steps.
 """
 
 import os
@@ -64,19 +64,18 @@ class SharedSession(Session):
         """Return nothing: the memory of the shard was checked before it was loaded."""
         return ""
 
-    def agreed(self, decision: bool) -> bool:
-        return gathered(decision)[0]
-
     def rounds(self, sample: Sample, *given: Any) -> Iterator[Round]:
         """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and
         KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
         """
         for round in super().rounds(sample, *given):
-            found = gathered((round.emitted, self.interrupted.is_set()))
-            if any(tokens != round.emitted for tokens, _ in found):
+            found = gathered((round.emitted, sample.seconds, self.interrupted.is_set()))
+            if any(tokens != round.emitted for tokens, *_ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")
+            _, seconds, is_interrupted = found[0]
+            sample.timeline[-1] = round, seconds
             yield round
-            if found[0][1]:
+            if is_interrupted:
                 raise KeyboardInterrupt
 
 

@@ -260,12 +260,6 @@ class Session(LoadedModel):
         for draft in ({}, {"draft": "none"}):
             self.finish(self.begin(ids, self.options.merged({"max_new_tokens": few, **draft})))
 
-    def agreed(self, decision: bool) -> bool:
-        """Return a decision that depends on a clock: where several processes share the model, that
-        of the first.
-        """
-        return decision
-
 
 def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
     """Return a loaded model, with the options of the command line: see ``Session``."""
