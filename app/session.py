@@ -214,10 +214,7 @@ class Session(LoadedModel):
                 pass
 
     def rounds_of_all(self, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Round]]:
-        """Write texts to their ends, together where they share steps; yields their rounds.
-
-        The first error is raised when all have ended.
-        """
+        """Write texts to their ends, together where they share steps; yields their rounds."""
         positions = max((sample.source.longest for sample in samples), default=1)
         count = self.slots_for(len(samples), positions)
         if count > 1:

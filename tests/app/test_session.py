@@ -38,11 +38,12 @@ def test_a_text_is_the_same_written_streamed_and_in_shared_steps(session: Sessio
 
 
 @pytest.mark.parametrize("rule", COUPLINGS)
-@pytest.mark.parametrize("draft", ["exit", "lowbit", "auto"])
+@pytest.mark.parametrize("draft", ["exit", "lowbit", "auto", "model"])
 def test_a_seed_repeats_its_texts_alone_and_together(
     session: Session, rule: str, draft: str
 ) -> None:
     options = {"temperature": 0.9, "seed": 11, "coupling": rule, "draft": draft}
+    options["draft_model"] = "tiny-llama" if draft == "model" else None
     samples = session.write_all(PROMPTS, **options)
     given = session.merged(options)
     for number, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
