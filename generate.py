@@ -8,12 +8,13 @@ if __name__ == "__main__":  # before anything that takes long to import
 import os
 import sys
 
-from app.chat import converse
 from app.common.command_line import run_command
 from app.options import Options, parse
 from app.output import Output, comparison
 from app.prompt import read_prompt
-from app.session import Sample, Session, load
+from app.sample import Sample
+from app.session import Session, load
+from app.terminal import converse
 from model.errors import explaining
 
 

@@ -17,7 +17,8 @@ import torch
 
 from app.common.files import read_json
 from app.common.table import Row
-from app.drafts import WINDOW, strategy_of
+from app.drafts import strategy_of
+from app.offers import WINDOW
 from app.options import Options
 from app.session import Session
 from benchmark.shapes import ROWS, measure_costs

@@ -15,9 +15,9 @@ import torch
 
 from app.common.files import read_json
 from app.common.table import Row
+from app.loaded import accelerated
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT
-from app.session import accelerated
 from benchmark.timing import spread, take_turns, timed
 from decoding.rounds import expected_speedup
 from model.config import ModelConfig, parse_config

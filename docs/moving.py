@@ -12,7 +12,8 @@ from pathlib import Path
 
 from app.characters import Labels, visible
 from app.common.files import write_text
-from app.session import Sample, load
+from app.sample import Sample
+from app.session import load
 
 PICTURE = Path(__file__).with_name("round.svg")
 MODEL = "smollm2-135m-instruct"

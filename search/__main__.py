@@ -36,9 +36,8 @@ from app.common.files import check_place, read_optional_json
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.common.picture import write_picture
 from app.common.table import Row, table
-from app.drafts import plan_in_words
 from app.options import Options
-from app.plan_file import DraftPlan, read_plan, write_plan
+from app.plan_file import DraftPlan, plan_in_words, read_plan, write_plan
 from app.session import Session
 from decoding.rounds import Statistics
 from model.plan import FULL, LOW_BITS, LayerPlan

@@ -119,7 +119,7 @@ def measure_costs(
     turns = []
     for turn in range(TURNS):
         prompt = list(prompts[turn % len(prompts)])[:room]
-        session.read(session.begin(prompt), slot, model)
+        slot.read(session.begin(prompt), model)
         turns.append(
             {
                 name: seconds_of_round(session, slot.cache, prompt, *each)

@@ -22,7 +22,8 @@ from pydantic import (
 )
 
 from app.options import KINDS
-from app.session import Sample, Session
+from app.sample import Sample
+from app.session import Session
 from model.errors import InputError, one_line
 
 # Unknown fields that have no effect here, and values that ask for nothing. Any other unknown field

@@ -25,8 +25,7 @@ MAY_IMPORT = {
     "weights": {"model", "model.fast", "app.common"},
     "app": {"model", "model.fast", "weights", "decoding", "app.common"},
     "training": {"model", "model.fast", "weights", "decoding", "app.common", *WRITING},
-    "search": {"model", "model.fast", "weights", "decoding", "app.common", *WRITING}
-    | {"app.drafts", "app.plan_file"},
+    "search": {"model", "weights", "decoding", "app.common", "app.plan_file", *WRITING},
     "benchmark": {"model", "weights", "decoding", "app", "app.common", "search", "training"},
 }
 NAMES = [*(folder for folder in MAY_IMPORT if "." not in folder), "generate", "train"]

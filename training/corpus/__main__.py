@@ -58,7 +58,7 @@ def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[d
             ids = session.encode(prompt, narrated)
         except InputError:  # no template, or one that refuses a system message
             ids = session.encode(prompt, options)
-        begun = session.fitting(ids + tokenizer.encode_parts(opening))
+        begun = ids + tokenizer.encode_parts(opening)
         samples.append(session.begin(begun, options, number))
     session.finish_all(samples)
     for (prompt, opening, subjects), sample in zip(requests, samples, strict=True):
