@@ -1,19 +1,20 @@
 """Write text with a language model, speculatively: ``python generate.py "PROMPT"``."""
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
 import os
 import sys
 
-from app.chat import converse
-from app.command_line import run_command
+from app.common.command_line import run_command
 from app.options import Options, parse
 from app.output import Output, comparison
 from app.prompt import read_prompt
-from app.session import Sample, Session, load
+from app.sample import Sample
+from app.session import Session, load
+from app.terminal import converse
 from model.errors import explaining
 
 

@@ -6,7 +6,7 @@ the same weights. Knows nothing of the files of a run, which ``training/run.py``
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from app.command_line import say
-from app.device import keep_freed_memory, pick_device
-from app.parsers import script
+from app.common.command_line import say
+from app.common.device import keep_freed_memory, pick_device
+from app.common.parsers import script
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import (
@@ -32,7 +32,7 @@ from training.recipe import (
     growth_from_scratch,
     recipe_loss,
 )
-from training.run import OPTIONS, load_state, prepare, save_run
+from training.run import OPTIONS, load_run, read_inputs, save_run
 from training.text import Rows
 
 MAX_NORM = 1.0  # of a step's gradient
@@ -47,13 +47,11 @@ def train(options: argparse.Namespace) -> None:
     """Train a model, evaluate it and save it."""
     say(f"reading {', '.join(map(str, options.data))}")
     keep_freed_memory()
-    model, rows, held_out = prepare(options)
+    model, rows, held_out = read_inputs(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
-    state = load_state(options)
-    # no parts in a new run
-    for part, saved in zip((model, *optimisers), state.pop("parts"), strict=False):
-        part.load_state_dict(saved)
+    parts = (model, *optimisers)
+    state = load_run(options, parts)
     began = monotonic()
     next_save = FIRST_SAVE
     next_note = 0.0
@@ -72,6 +70,7 @@ def train(options: argparse.Namespace) -> None:
             optimiser.step()
             optimiser.zero_grad()
         done = step + 1
+        state["step"] = done
         state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
         is_judged = done == options.steps or done % options.save_every == 0
         if is_judged:
@@ -81,8 +80,7 @@ def train(options: argparse.Namespace) -> None:
         seconds = monotonic() - began
         if is_judged or seconds > next_save:
             next_save = 2 * seconds
-            parts = [part.state_dict() for part in (model, *optimisers)]
-            save_run(options, model, {**state, "step": done, "parts": parts})
+            save_run(options, parts, state)
         if is_judged or seconds > next_note:
             next_note = seconds + BETWEEN_NOTES
             say(f"step {done} of {options.steps}: loss {loss:.3f}")

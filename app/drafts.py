@@ -1,11 +1,10 @@
 """Drafts: from options to a ``Strategy``, the drafter and the policy of a text.
 
-``--draft lowbit`` may serve as an example. Its function in ``DRAFTERS`` is ``by_plan``: it takes
-the plan of ``plan_for``, all layers in four bits, lets the session make its low-bit copies, and
-gives a ``ModelDrafter`` under this plan with the plan's own policy. ``with_policy`` then puts that
-of ``--gamma``, ``--adaptive`` and ``--min-target-confidence`` in its place. A new kind is a
-function here, a line in ``DRAFTERS`` and one in ``app.options.KINDS``; ``FILE.py:Class`` names a
-class in a file of the user.
+``KINDS`` has the values of ``--draft``. Take ``lowbit`` as an example. Its maker is ``by_plan``: it
+takes the plan of ``plan_for``, all layers in four bits, lets the session make its low-bit copies,
+and gives a ``ModelDrafter`` under this plan with the plan's own policy. ``with_policy`` then puts
+that of ``--gamma``, ``--adaptive`` and ``--min-target-confidence`` in its place. A new kind is a
+function like ``by_plan`` and a row in ``KINDS``.
 
 Knows nothing of screens and requests.
 """
@@ -16,69 +15,55 @@ import runpy
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.command_line import say
-from app.options import GAMMA_LOW_BITS, LONGEST_ADAPTIVE, Options
-from app.plan_file import GAMMA, DraftPlan, read_plan
+from app.plan_file import GAMMA, plan_for, plan_in_words, runnable
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from model.errors import InputError, explaining, typed_line
-from model.plan import FULL, LayerPlan
+from model.plan import LayerPlan
 from weights.load import model_folder
-from weights.memory import bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from app.session import Sample, Session, Slot
-    from decoding.auto import Costs
+    from app.options import Options
+    from app.sample import Sample, Slot
+    from app.session import Session
 
-BITS = 4  # of a low-bit draft by default
-PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
-WINDOW = 512  # newest tokens that drafts of auto may see instead of all, in a text of
-LONG = 2048  # tokens or more
-PRIOR_WINDOW = 0.8  # acceptance of such a draft
-SHORT = 512  # tokens up to which costs hardly depend on a text's length
-START_GREEDY = 0.8  # first threshold of Draft & Verify's adaptive exit
+LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
+START_GREEDY = 0.8  # first threshold of that exit
 START_SAMPLED = 0.5
-# For costs by bytes: work beside the weights, per round or draft step, in bytes read meanwhile;
-# what a verified row costs in plain rounds of a large model, and beside that in bytes.
-ROUND_OVERHEAD = 20e6
-ROW = 0.03
-ROW_OVERHEAD = 2e6
 
 
 class Strategy(NamedTuple):
     """Drafter and policy of a text, with a ``name`` that is shown. ``gamma`` is the draft length
-    that a plan names, if it does. ``ready`` is called when the prompt is read, before the text is
-    timed.
+    that a plan names, if it does.
     """
 
     name: str
     drafter: Drafter
     policy: Policy
     gamma: int | None = None
-    ready: Callable[[], object] = lambda: None
 
 
 def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
-    """Return the strategy in which a text is written, on the cache of a slot, which it may share.
+    """Return the strategy of a text. The cache of the slot holds its prompt, and a draft may share
+    this cache.
 
     ``target`` is the model as the loop calls it. Raises InputError where the draft is not possible.
     """
     options = sample.options
     if options.gamma == 0:
         return plain("plain: --gamma 0 drafts nothing")
-    make = DRAFTERS.get(options.draft, class_of_user)
+    kind = kind_of(options.draft)
     with explaining(
         f"--draft {options.draft} lacks a file of this project", (ModuleNotFoundError,)
     ):
-        strategy = with_policy(make(session, sample, slot, target), options)
+        strategy = with_policy(kind.make(session, sample, slot, target), options)
     drafter = strategy.drafter
-    if target is not session.model and draws_alike(sample):
+    if target is not session.model and options.draws_alike:
         from decoding.together import ForFew
 
         drafter = ForFew(drafter, target)
@@ -87,11 +72,6 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
 
         drafter = ForcedTokens(sample.grammar, drafter)
     return strategy._replace(drafter=drafter)
-
-
-def draws_alike(sample: Sample) -> bool:
-    """Return whether a text is the same with drafts of any length."""
-    return sample.options.temperature == 0 or sample.rule.name == "race"
 
 
 def with_policy(strategy: Strategy, options: Options) -> Strategy:
@@ -119,44 +99,7 @@ def plain(name: str = "plain") -> Strategy:
 
 def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that copies what followed an earlier occurrence of the text's end."""
-    drafter = PromptLookup()
-    return Strategy("prompt lookup", drafter, FixedLength(GAMMA))
-
-
-def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
-    """Return the plan under which the target drafts for itself; None where --draft has none.
-
-    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
-    InputError for a plan that cannot be read.
-    """
-    shipped = folder / "plan.json"
-    if options.draft == "exit":
-        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    elif options.draft == "lowbit":
-        plan = LayerPlan.full(layers).in_bits(BITS)
-        chosen = DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
-    elif isinstance(options.plan, DraftPlan):
-        chosen = options.plan
-        if chosen.plan.num_layers != layers:
-            raise InputError(f"the plan has {chosen.plan.num_layers} layers, the model {layers}")
-    elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
-        chosen = read_plan(Path(options.plan or shipped), layers, folder)
-    else:
-        return None
-    plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
-    return replace(chosen, plan=replace(plan, window=options.window or plan.window))
-
-
-def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, DraftPlan]:
-    """Return the plans by name among which --draft auto chooses."""
-    low_bits = plan_for(Options(draft="lowbit"), folder, layers)
-    plans = {"low bits": low_bits}
-    given = plan_for(options, folder, layers)
-    if given and given.gamma != 0 and given.plan != low_bits.plan:
-        plans["plan"] = given
-    return plans
+    return Strategy("prompt lookup", PromptLookup(), FixedLength(GAMMA))
 
 
 def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
@@ -176,46 +119,16 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
         )
     if chosen.gamma == 0 and options.gamma is None:
         return plain("plain: by the plan, no draft pays")
-    if chosen.plan.has_low_bits and not possible and chosen.plan not in session.prepared:
-        where = f"{session.model.dtype} on {session.device.type}"
-        say(f"drafts in low bits are no faster here: there are no kernels for {where}")
-    plan, drafter = self_draft(session, chosen, slot, target)
+    plan = runnable(session.model, chosen.plan)
+    drafter = plan_drafter(session, plan, slot, target)
     return Strategy(plan_in_words(plan), drafter, chosen.new_policy(), chosen.gamma)
 
 
-def self_draft(
-    session: Session, chosen: DraftPlan, slot: Slot, target: Model
-) -> tuple[LayerPlan, Drafter]:
-    """Return the plan as the device runs it, and a drafter by the target under it.
-
-    A head in eight bits gets four where only four have a kernel: there, on a GPU, it would read the
-    checkpoint's own weights.
-    """
-    plan = chosen.plan
-    if plan.head == 8 and session.model.abilities.low_bits == (4,):
-        plan = replace(plan, head=4)
+def plan_drafter(session: Session, plan: LayerPlan, slot: Slot, target: Model) -> ModelDrafter:
+    """Return a drafter by the target under a plan, whose copies and steps are made now."""
     session.prepare(plan)
     session.model.step_of(slot.cache, plan)
-    return plan, ModelDrafter(target, slot.cache, plan)
-
-
-def plan_in_words(plan: LayerPlan) -> str:
-    """Return the layer of a plan's exit or its number of skipped sublayers, the bits of the others,
-    and the plan's window.
-    """
-    attention = plan.skipped_attention
-    mlp = plan.skipped_mlp
-    exit_layer = plan.num_layers - len(mlp)
-    bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
-    if not (attention or mlp):
-        words = "all layers"
-    elif attention == mlp == [*range(exit_layer, plan.num_layers)]:
-        words = f"exit at layer {exit_layer} of {plan.num_layers}"
-    else:
-        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers"
-        words += ", others" if bits else ""
-    words += f" in {bits} bits" if bits else ""
-    return f"{words}, newest {plan.window} tokens" if plan.window else words
+    return ModelDrafter(target, slot.cache, plan)
 
 
 def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
@@ -229,7 +142,7 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
             raise InputError(
                 f"{folder} has another vocabulary: a draft model must share the target's tokenizer"
             )
-        session.draft_models[name] = session.loaded(folder)
+        session.draft_models[name] = session.load(folder)
     model = session.draft_models[name]
     if name not in slot.draft_caches:
         slot.draft_caches[name] = model.new_cache(slot.cache.capacity)
@@ -299,86 +212,46 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
 
 
 def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
-    """Return the strategy that takes the best of lookup, low bits and the plan: see ``Auto``.
+    """Return the strategy that takes the best of several drafts in each round."""
+    from app.offers import Offers
 
-    Its estimates serve all texts that no draft length can change; elsewhere a seed repeats its text
-    only if each begins anew, and costs are counted in bytes.
-    """
-    from decoding.auto import Auto, Estimates, measured_costs
-
-    model = session.model
-    drafters: dict[str, Drafter] = {}
-    plans: dict[str, LayerPlan] = {}
-    priors: dict[str, float] = {}
-    found = optional_plans(sample.options, session.folder, model.num_layers)
-    short = short_sighted(found) if sample.source.longest >= LONG else {}
-    found |= short
-    for name, chosen in found.items():
-        is_fast = model.abilities.low_bits or not chosen.plan.has_low_bits
-        # a plan has the same copies with a window and without
-        copied = {replace(plan, window=None) for plan in (chosen.plan, *plans.values())}
-        if is_fast and has_memory_for(model, copied):
-            plans[name], drafters[name] = self_draft(session, chosen, slot, target)
-            priors |= {name: chosen.alpha} if chosen.alpha else {}
-    drafters["lookup"] = lookup(session, sample, slot, target).drafter
-    is_free = draws_alike(sample) and model.abilities.why_rows_vary is None
-    if is_free:
-        session.estimates = session.estimates or Estimates()
-    known = session.costs.setdefault(tuple(plans.values()), {}) if is_free else {}
-
-    def costs(length: int) -> Costs:
-        """Return the costs at a length of the text, which count anew where it has doubled."""
-        at_most = 1 << (max(SHORT, length) - 1).bit_length()
-        if at_most not in known:
-            at_hand = {
-                name: plan for name, plan in plans.items() if at_most > LONG or name not in short
-            }
-            known[at_most] = (
-                measured_costs(model, slot.cache, at_hand)
-                if is_free
-                else costs_by_bytes(session, at_hand, at_most)
-            )
-        return known[at_most]
-
-    chooser = Auto(
-        drafters,
-        costs,
-        session.estimates if is_free else None,
-        priors=priors,
-        by_confidence=session.device.type == "cpu",  # a GPU would synchronise for each token
-        longest=sample.options.gamma,
-    )
-    return Strategy("auto", chooser, chooser, ready=lambda: costs(len(sample.source.tokens)))
+    session.offers = session.offers or Offers(session)
+    return session.offers.strategy(sample, slot, target)
 
 
-def short_sighted(plans: dict[str, DraftPlan]) -> dict[str, DraftPlan]:
-    """Return these plans, but those that have one, with a window."""
-    return {
-        f"{name}, newest": DraftPlan(replace(chosen.plan, window=WINDOW), alpha=PRIOR_WINDOW)
-        for name, chosen in plans.items()
-        if not chosen.plan.window
-    }
+class Kind(NamedTuple):
+    """Kind of draft: its line in --help, the options that have an effect on it, and its maker."""
+
+    help: str
+    options: tuple[str, ...]
+    make: Callable[[Session, Sample, Slot, Model], Strategy]
 
 
-def costs_by_bytes(session: Session, plans: dict[str, LayerPlan], positions: int) -> Costs:
-    """Return the costs of draft steps and rows after ``positions``, by the bytes that they read."""
-    from decoding.auto import Costs
-
-    def reading(plan: LayerPlan) -> float:
-        itemsize = session.model.dtype.itemsize
-        return bytes_read(session.config, plan, itemsize, positions) + ROUND_OVERHEAD
-
-    full = reading(LayerPlan.full(session.model.num_layers))
-    steps = {name: reading(plan) / full for name, plan in plans.items()}
-    return Costs(steps, ROW + ROW_OVERHEAD / full)
-
-
-DRAFTERS: dict[str, Callable[[Session, Sample, Slot, Model], Strategy]] = {
-    "auto": auto,
-    "none": lambda *_: plain(),
-    "lookup": lookup,
-    "skip": by_plan,
-    "exit": by_plan,
-    "lowbit": by_plan,
-    "model": other_model,
+LENGTH = ("gamma", "min_target_confidence")
+BY_PLAN = (*LENGTH, "adaptive", "bits", "window")
+KINDS = {
+    "auto": Kind(
+        "in each round the best of lowbit, lookup and a layer plan, or none",
+        (*LENGTH, "plan"),
+        auto,
+    ),
+    "none": Kind("plain decoding", (), lambda *_: plain()),
+    "lookup": Kind("copies what followed the same words earlier in the text", LENGTH, lookup),
+    "skip": Kind(
+        "the model without some sublayers, by a layer plan (--plan)", (*BY_PLAN, "plan"), by_plan
+    ),
+    "exit": Kind("the model's first layers (--exit-layer)", (*BY_PLAN, "exit_layer"), by_plan),
+    "lowbit": Kind("the model with all weights in four bits (--bits)", BY_PLAN, by_plan),
+    "model": Kind(
+        "a smaller model with the same tokenizer (--draft-model)",
+        (*LENGTH, "adaptive", "draft_model"),
+        other_model,
+    ),
 }
+OF_DRAFTS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]
+OWN = Kind("a drafter of your own", (*LENGTH, "adaptive"), class_of_user)
+
+
+def kind_of(draft: str) -> Kind:
+    """Return the kind of a value of ``--draft``: a name, or the class of a user."""
+    return KINDS.get(draft, OWN)

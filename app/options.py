@@ -18,40 +18,18 @@ from typing import Any
 
 import torch
 
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
-from app.plan_file import GAMMA, DraftPlan
+from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
+from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of
+from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS, Rule
 from model.errors import InputError, explaining
 from model.plan import LOW_BITS
 from weights.load import DTYPES
 
-KINDS = {  # of draft, with their descriptions in --help
-    "auto": "in each round the best of lowbit, lookup and a layer plan, or none",
-    "none": "plain decoding",
-    "lookup": "copies what followed the same words earlier in the text",
-    "skip": "the model without some sublayers, by a layer plan (--plan)",
-    "exit": "the model's first layers (--exit-layer)",
-    "lowbit": "the model with all weights in four bits (--bits)",
-    "model": "a smaller model with the same tokenizer (--draft-model)",
-}
-GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
 SHORT_TEXT = 256  # tokens of a text by default
 WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context ends it
 QUEUE = 64  # most requests that wait, of a server
-LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
-# kinds whose draft length the options may set; "class" is one of the user
-LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
-USEFUL_WITH = {  # kinds of draft on which an option has an effect
-    "plan": ("skip", "auto"),
-    "exit_layer": ("exit",),
-    "bits": ("lowbit", "exit", "skip"),
-    "window": ("lowbit", "exit", "skip"),
-    "draft_model": ("model",),
-    "gamma": (*LENGTH_IS_FREE, "auto"),
-    "adaptive": ("exit", "lowbit", "skip", "model", "class"),
-    "min_target_confidence": (*LENGTH_IS_FREE, "auto"),
-}
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
 OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
 # options of a command line alone: its prompt, the number of its texts, and its output
@@ -69,7 +47,6 @@ WANTED = {
 }
 EPILOG = """kinds of draft:
 {kinds}
-  FILE.py:Class  a drafter of your own
 
 examples:
   python generate.py "Why is the sky blue?" --trace --compare
@@ -359,12 +336,12 @@ class Options:
                 f"no draft is called {self.draft!r:.80}: give {', '.join(KINDS)} or FILE.py:Class",
                 "draft",
             )
-        kind = self.draft if self.draft in KINDS else "class"
-        for name, kinds in USEFUL_WITH.items():
-            if getattr(self, name) is not None and kind not in kinds:
+        for name in OF_DRAFTS:
+            if name not in kind_of(self.draft).options and getattr(self, name) is not None:
+                useful = " or ".join(kind for kind in KINDS if name in KINDS[kind].options)
                 raise InputError(
-                    f"{flag_of(name)} has no effect with --draft {self.draft}:"
-                    f" give --draft {kinds[0]}",
+                    f"{flag_of(name)} has no effect with --draft {self.draft}: give --draft"
+                    f" {useful}",
                     name,
                 )
         if self.draft == "model" and self.draft_model is None:
@@ -390,6 +367,11 @@ class Options:
         return Rule(self.coupling or "race", self.seeded().seed)
 
     @property
+    def draws_alike(self) -> bool:
+        """Whether a text is the same with drafts of any length."""
+        return self.temperature == 0 or self.rule.name == "race"
+
+    @property
     def repeat_with(self) -> str:
         """The options that repeat a sampled text; none of a greedy one."""
         number = f" --num-samples {self.num_samples}" if self.num_samples > 1 else ""
@@ -410,7 +392,7 @@ class Options:
                 )
         cleared: dict[str, Any] = {}
         if given.get("draft", self.draft) != self.draft:
-            cleared |= dict.fromkeys(USEFUL_WITH)
+            cleared |= dict.fromkeys(OF_DRAFTS)
         if any(given.get(name) is not None for name in GRAMMARS):
             cleared |= dict.fromkeys(GRAMMARS)
         return replace(self, **cleared | dict(given))
@@ -471,12 +453,13 @@ def parse(arguments: list[str] | None = None) -> Options:
         names = f"{each.metadata['short']} {flag_of(each.name)}"
         groups.setdefault(each.metadata["group"], {})[names] = argument(each)
     groups[""]["PROMPT"] = {"nargs": "?", "help": "the same as --prompt"}
-    kinds = "\n".join(f"  {kind:<15}{description}" for kind, description in KINDS.items())
+    kinds = KINDS | {"FILE.py:Class": OWN}
+    lines = [f"  {name:<15}{kind.help}" for name, kind in kinds.items()]
     parser = parser_of(
         groups,
         prog="generate.py",
         description="Write text with a language model, by self-speculative decoding.",
-        epilog=EPILOG.format(kinds=kinds),
+        epilog=EPILOG.format(kinds="\n".join(lines)),
     )
     given = vars(parser.parse_args(arguments))
     prompts = [each for each in (given.pop("PROMPT"), given["prompt"]) if each is not None]

@@ -1,6 +1,6 @@
 """Output of ``generate.py``: samples as text or trace, statistics, comparison and JSON.
 
-Knows nothing of how a text is written.
+Knows nothing of drafts and models.
 """
 
 import json
@@ -13,8 +13,9 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from app.characters import Labels, TextStream
-from app.command_line import say
-from app.session import Sample, Session
+from app.common.command_line import say
+from app.sample import Sample
+from app.session import Session
 from app.trace import PAUSE, LiveTrace
 from decoding.rounds import Round, common_prefix
 from decoding.text import Text
@@ -151,10 +152,10 @@ def comparison(session: Session, sample: Sample) -> str:
     most = TURNS if tokens < FEW_TOKENS else MOST_TURNS
     ways = [sample.options, sample.options.merged({"draft": "none"})]
     turns: list[list[Sample]] = []
-    while len(turns) < TURNS or (len(turns) < most and session.agreed(shortest(turns) < SHORT)):
+    while len(turns) < TURNS or (len(turns) < most and shortest(turns) < SHORT):
         begun = [session.begin(prompt, way, sample.rule.sample) for way in ways]
         turns.append([session.finish(each) for each in begun])
-    if sample.options.temperature and sample.rule.name != "race":
+    if not sample.options.draws_alike:
         texts = "another text of the same law, if the drafter states its q truly"
     else:
         why_rows_vary = session.model.abilities.why_rows_vary

@@ -1,5 +1,6 @@
-"""Plan files: the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
+"""Plans of drafts: which one the options mean, and the files that hold them.
 
+A file has the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
 "mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``window``,
 the number of the newest tokens that the draft sees; ``gamma``, ``threshold``, ``alpha``, and
@@ -7,19 +8,31 @@ the number of the newest tokens that the draft sees; ``gamma``, ``threshold``, `
 search writes.
 """
 
-import math
-from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from app.files import read_json, write_json
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.common.files import read_json, write_json
 from decoding.policies import AdaptiveExit, FixedLength, Policy
+from model.config import ModelConfig
+from model.decoder import Decoder
 from model.errors import InputError
 from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.load import model_fingerprint
+from weights.memory import low_bit_bytes
+
+if TYPE_CHECKING:
+    from app.options import Options
 
 GAMMA = 4  # tokens drafted per round by default
+GAMMA_LOW_BITS = 5  # the same in low bits
+BITS = 4  # of a low-bit draft by default
+PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
+ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
 LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
@@ -55,6 +68,77 @@ class DraftPlan:
         return (
             AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
         )
+
+
+def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
+    """Return the plan under which the target drafts for itself; None where --draft has none.
+
+    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
+    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
+    InputError for a plan that cannot be read.
+    """
+    shipped = folder / "plan.json"
+    if options.draft == "exit":
+        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+    elif options.draft == "lowbit":
+        chosen = low_bit_plan(layers)
+    elif isinstance(options.plan, DraftPlan):
+        chosen = options.plan
+        if chosen.plan.num_layers != layers:
+            raise InputError(f"the plan has {chosen.plan.num_layers} layers, the model {layers}")
+    elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
+        chosen = read_plan(Path(options.plan or shipped), layers, folder)
+    else:
+        return None
+    plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
+    return replace(chosen, plan=replace(plan, window=options.window or plan.window))
+
+
+def low_bit_plan(layers: int) -> DraftPlan:
+    """Return the plan of all layers in four bits."""
+    plan = LayerPlan.full(layers).in_bits(BITS)
+    return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
+
+
+def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, DraftPlan]:
+    """Return the plans by name among which --draft auto chooses."""
+    plans = {"low bits": low_bit_plan(layers)}
+    given = plan_for(options, folder, layers)
+    if given and given.gamma != 0 and given.plan != plans["low bits"].plan:
+        plans["plan"] = given
+    return plans
+
+
+def runnable(model: Decoder, plan: LayerPlan) -> LayerPlan:
+    """Return the plan as the device runs it: a head in eight bits gets four where only four have a
+    kernel. There, on a GPU, it would read the checkpoint's own weights.
+    """
+    return replace(plan, head=4) if plan.head == 8 and model.abilities.low_bits == (4,) else plan
+
+
+def rounding_seconds(config: ModelConfig, plan: LayerPlan) -> float:
+    """Return about the seconds that the low-bit copies of a plan take on a CPU."""
+    return low_bit_bytes(config, plan) / ROUNDED
+
+
+def plan_in_words(plan: LayerPlan) -> str:
+    """Return the layer of a plan's exit or its number of skipped sublayers, the bits of the others,
+    and the plan's window.
+    """
+    attention = plan.skipped_attention
+    mlp = plan.skipped_mlp
+    exit_layer = plan.num_layers - len(mlp)
+    bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
+    if not (attention or mlp):
+        words = "all layers"
+    elif attention == mlp == [*range(exit_layer, plan.num_layers)]:
+        words = f"exit at layer {exit_layer} of {plan.num_layers}"
+    else:
+        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers"
+        words += ", others" if bits else ""
+    words += f" in {bits} bits" if bits else ""
+    return f"{words}, newest {plan.window} tokens" if plan.window else words
 
 
 def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict[str, Any]) -> None:
@@ -97,6 +181,24 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         raise InputError(
             f"{path} was made for another model than {folder}: run python -m search for this one"
         )
+    for key, kinds, least, most, wanted in (
+        ("window", (int,), 1, math.inf, "a whole number of at least 1"),
+        ("gamma", (int,), 0, math.inf, "a whole number of at least 0"),
+        ("threshold", (int, float), 0, 1, "a number from 0 to 1"),
+        ("alpha", (int, float), 0, 1, "a number from 0 to 1"),
+    ):
+        value = raw.get(key)
+        check(value is None or (type(value) in kinds and least <= value <= most), key, wanted)
+    plan = layer_plan(raw, num_layers, check)
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
+
+
+def layer_plan(
+    raw: dict[str, Any], num_layers: int, check: Callable[[bool, str, str], None]
+) -> LayerPlan:
+    """Return the layer plan in a file's JSON. ``check`` refuses the value of a key unless it
+    ``fits`` what is wanted.
+    """
     skipped = {name: raw.get(name, []) for name in SUBLAYERS}
     for name, layers in skipped.items():
         is_list = whole_numbers(layers, range(num_layers)) and len(set(layers)) == len(layers)
@@ -113,14 +215,6 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         bits = dict.fromkeys(SUBLAYERS, [bits] * num_layers)
     head = raw.get("head_bits", FULL)
     check(whole_numbers([head], WIDTHS), "head_bits", "4, 8 or 16")
-    for key, kinds, least, most, wanted in (
-        ("window", (int,), 1, math.inf, "a whole number of at least 1"),
-        ("gamma", (int,), 0, math.inf, "a whole number of at least 0"),
-        ("threshold", (int, float), 0, 1, "a number from 0 to 1"),
-        ("alpha", (int, float), 0, 1, "a number from 0 to 1"),
-    ):
-        value = raw.get(key)
-        check(value is None or (type(value) in kinds and least <= value <= most), key, wanted)
     runs = (
         tuple(
             0 if layer in skipped[name] else width
@@ -128,8 +222,7 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         )
         for name in SUBLAYERS
     )
-    plan = LayerPlan(*runs, head, raw.get("window"))
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
+    return LayerPlan(*runs, head, raw.get("window"))
 
 
 def whole_numbers(value: Any, allowed: Collection[int]) -> bool:

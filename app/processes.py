@@ -1,16 +1,16 @@
 """Several processes that share a model, started by torchrun: SPMD, as in gpt-fast.
 
 Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``).
-Rank 0 broadcasts options, prompt and seed once. After each round the ranks compare its tokens and
-learn of Ctrl-C on rank 0; only rank 0 prints. Every rank has all logits, each computed by one rank,
-and decisions by a clock are those of rank 0, so the ranks take the same steps.
+Rank 0 broadcasts options, prompt and seed once. After each round the ranks compare its tokens, and
+learn of Ctrl-C on rank 0 and of its clock; only rank 0 prints. Every rank has all logits, each
+computed by one rank, and the same seconds, so the ranks take the same steps.
 """
 
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
 from typing import Any, NoReturn
@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from app.command_line import run_command
+from app.common.command_line import run_command
 from app.options import Options
 from app.prompt import read_prompt
-from app.session import Sample, Session
+from app.sample import Sample
+from app.session import Session
 from decoding.rounds import Round
 from model.errors import InputError, explaining
 from model.parallel import Shard, exchange, split
@@ -35,17 +36,17 @@ def gathered(value: Any) -> list[Any]:
     return exchange(dist.all_gather_object, [None] * dist.get_world_size(), value)
 
 
-def agreed(work: Callable[[], Any]) -> list[Any]:
-    """Return what ``work`` returns on each rank. An InputError of any is raised on all."""
+@contextmanager
+def sharing_errors() -> Iterator[None]:
+    """Return a context that raises an InputError of any rank on all."""
+    own = None
     try:
-        own = work()
+        yield
     except InputError as error:
         own = error
-    results = gathered(own)
-    for rank, result in enumerate(results):
-        if isinstance(result, InputError):
-            raise InputError(f"process {rank}: {result}")
-    return results
+    for rank, error in enumerate(gathered(own)):
+        if error:
+            raise InputError(f"process {rank}: {error}")
 
 
 class SharedSession(Session):
@@ -55,30 +56,26 @@ class SharedSession(Session):
         super().__init__(options)
         self.interrupted = Event()  # by Ctrl-C
         shard = Shard(self.config, rank, size)
-        ids = self.encode(options.prompt)
-        whole = self.config
-        self.config = shard.local
-        super().check_memory(ids)
-        self.config = whole
+        self.local_config = shard.local
+        super().check_memory(self.encode(options.prompt))
         self.model = split(load_model(self.folder, self.dtype, self.device, shard), shard)
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:
         """Return nothing: the memory of the shard was checked before it was loaded."""
         return ""
 
-    def agreed(self, decision: bool) -> bool:
-        return gathered(decision)[0]
-
     def rounds(self, sample: Sample, *given: Any) -> Iterator[Round]:
         """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and
         KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
         """
         for round in super().rounds(sample, *given):
-            found = gathered((round.emitted, self.interrupted.is_set()))
-            if any(tokens != round.emitted for tokens, _ in found):
+            found = gathered((round.emitted, sample.seconds, self.interrupted.is_set()))
+            if any(tokens != round.emitted for tokens, *_ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")
+            _, seconds, is_interrupted = found[0]
+            sample.timeline[-1] = round, seconds
             yield round
-            if found[0][1]:
+            if is_interrupted:
                 raise KeyboardInterrupt
 
 
@@ -104,23 +101,17 @@ def run(options: Options, write: Callable[[Session], None]) -> None:
     ):
         rank, size, local_rank = (int(os.environ[name]) for name in ENVIRONMENT)
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
-
-    def completed() -> Options:
-        return replace(options.seeded(), prompt=read_prompt(options), prompt_file=None)
-
-    shared = agreed(lambda: completed() if rank == 0 else None)[0]
-    device = f"cuda:{local_rank}" if on_gpus else shared.device
-    sessions: list[SharedSession] = []
-
-    def load() -> str:
-        own = replace(shared, device=device, no_compile=True)
-        sessions.append(SharedSession(own, rank, size))
-        return model_fingerprint(sessions[0].folder)
-
-    checkpoints = agreed(load)
+    with sharing_errors():
+        if rank == 0:
+            options = replace(options.seeded(), prompt=read_prompt(options), prompt_file=None)
+    options = replace(gathered(options)[0], no_compile=True)
+    if on_gpus:
+        options = replace(options, device=f"cuda:{local_rank}")
+    with sharing_errors():
+        session = SharedSession(options, rank, size)
+    checkpoints = gathered(model_fingerprint(session.folder))
     for other, checkpoint in enumerate(checkpoints):
         if checkpoint != checkpoints[0]:
             raise InputError(f"process {other}: its model differs from process 0's")
-    with suppress(ValueError):
-        signal.signal(signal.SIGINT, lambda *_: sessions[0].interrupted.set())
-    write(sessions[0])
+    signal.signal(signal.SIGINT, lambda *_: session.interrupted.set())
+    write(session)

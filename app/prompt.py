@@ -1,4 +1,4 @@
-"""Prompts: their text, their token ids, and a check of their length.
+"""Prompts and grammars: what the options give as text, files or JSON, and the token ids.
 
 Knows nothing of sessions and caches.
 """
@@ -10,8 +10,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from app.files import read_text
+from app.common.files import read_text
 from app.options import Options, flag_of
+from model.config import ModelConfig
 from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer
 
@@ -65,15 +66,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> lis
     is_chat = tokenizer.chat_template is not None if options.chat is None else options.chat
     if is_chat:
         return encode_chat(tokenizer, [{"role": "user", "content": text}], options)
-    if options.system is not None:
-        raise InputError(
-            "--system needs a chat: leave out --no-chat, or use a model with a chat template"
-        )
-    if options.chat_template_kwargs is not None:
-        raise InputError(
-            "--chat-template-kwargs needs a chat: leave out --no-chat, or use a model with a chat"
-            " template"
-        )
+    for name in ("system", "chat_template_kwargs"):
+        if getattr(options, name) is not None:
+            raise InputError(
+                f"{flag_of(name)} needs a chat: leave out --no-chat, or use a model with a chat"
+                " template"
+            )
     return tokenizer.encode(text, find_names=True)
 
 
@@ -92,18 +90,35 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     if options.system is not None and not has_system:
         messages = [{"role": "system", "content": options.system}, *messages]
         has_system = True
-    given = options.chat_template_kwargs is not None
-    variables = parsed(options, "chat_template_kwargs") if given else {}
+    given = options.chat_template_kwargs
+    variables = {} if given is None else read_json_option(options, "chat_template_kwargs")
     encode = partial(tokenizer.encode_chat, variables=variables)
     if options.json_schema is None:
         return encode(messages)
-    schema = json.dumps(parsed(options, "json_schema"))
-    line = f"Answer in JSON that follows this schema: {schema}"
+    line = f"Answer in JSON that follows this schema: {read_grammar(options, 'json_schema')}"
     if not has_system:
         with suppress(InputError):
             return encode([{"role": "system", "content": line}, *messages])
     first = {**messages[0], "content": f"{messages[0]['content']}\n{line}"}
     return encode([first, *messages[1:]])
+
+
+def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
+    """Raise InputError for token ids that the model does not have, and for as many as the
+    ``context`` or more.
+    """
+    if not (ids and 0 <= min(ids) <= max(ids) < config.vocab_size):
+        raise InputError(
+            f"the prompt has no token ids, or some outside 0 to {config.vocab_size - 1}: unless"
+            " they were given, the tokenizer does not belong to this model"
+        )
+    if len(ids) >= context:
+        used = context < config.max_positions
+        raise InputError(
+            f"the prompt has {len(ids)} tokens, the model's context {config.max_positions}"
+            f" tokens{f', {context} are used' * used}: shorten the prompt"
+            f"{' or raise --context' * used}, in a conversation forget the oldest turns"
+        )
 
 
 def read_grammar(options: Options, name: str) -> str:
@@ -112,24 +127,18 @@ def read_grammar(options: Options, name: str) -> str:
     name does.
     """
     if name == "json_schema":
-        return read_json_option(options, name)
+        return json.dumps(read_json_option(options, name))
     source = getattr(options, name)
     return read_text(source) if name == "grammar" and "start:" not in source else source
 
 
-def read_json_option(options: Options, name: str) -> str:
+def read_json_option(options: Options, name: str) -> Any:
     """Return the JSON of an option: itself, a dictionary's, or a file's. Raises InputError."""
     value = getattr(options, name)
-    if isinstance(value, dict):
-        errors = TypeError, ValueError, RecursionError
-        with explaining(f"{flag_of(name)} is no JSON", errors, name):
-            return json.dumps(value)
-    if not value:
+    if value == "":
         raise InputError(f"{flag_of(name)} is empty: give a file, or a JSON object", name)
-    return value if value.lstrip().startswith("{") else read_text(value)
-
-
-def parsed(options: Options, name: str) -> Any:
-    """Return the value of an option that is JSON. Raises InputError."""
-    with explaining(f"{flag_of(name)} is no JSON", (ValueError, RecursionError), name):
-        return json.loads(read_json_option(options, name))
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        value = read_text(value)
+    errors = TypeError, ValueError, RecursionError
+    with explaining(f"{flag_of(name)} is no JSON", errors, name):
+        return json.loads(json.dumps(value) if isinstance(value, dict) else value)

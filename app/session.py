@@ -8,432 +8,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from reprlib import repr as shortened
+from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING
 
-import torch
-
-from app.characters import Labels, TextStream
-from app.command_line import say
-from app.device import pick_device
-from app.drafts import optional_plans, plan_for, strategy_of
+from app.chat import Chat
+from app.common.command_line import say
+from app.drafts import strategy_of
+from app.loaded import LoadedModel
 from app.options import GRAMMARS, OF_THE_MODEL, Options
-from app.plan_file import LONGEST_DRAFT
-from app.prompt import Prompt, encode_prompt, read_grammar
+from app.prompt import Prompt, check_ids, encode_prompt, read_grammar
+from app.sample import Sample, Slot, pieces
 from decoding.model_port import Model
-from decoding.rounds import Round, Statistics, common_prefix
+from decoding.rounds import Round
 from decoding.speculate import Observer, speculate
 from decoding.text import DeadEnd, Rules, Text
-from decoding.verify import Rule
-from model.cache import KVCache
-from model.decoder import PREFILL_CHUNK, Decoder
+from model.decoder import Decoder
 from model.device import now
 from model.errors import InputError
-from model.plan import LayerPlan
-from weights.importance import importance
-from weights.load import load_model, model_folder, pick_dtype, read_config, shown_name
-from weights.memory import Memory, check_fits, estimate, free_bytes, low_bit_bytes
-from weights.tokenizer import Tokenizer
+from weights.memory import free_bytes
 
 if TYPE_CHECKING:
-    from app.chat import Chat
-    from decoding.auto import Costs, Estimates
-    from decoding.grammar import GrammarConstraint, Vocabulary
+    from app.offers import Offers
 
 POSITIONS = 1024  # a cache is made for a multiple of these
-# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
-CONTEXT = 8192
 MOST_TOGETHER = 16  # texts that share steps
 THINK = b"<think>"  # the end of a prompt whose template opens a thinking part
 WARM_UP = 8  # tokens that are written before anything is timed
 
 
-@dataclass
-class Slot:
-    """KV cache for one text at a time (llama.cpp's name), the ``text`` that is written on it, and
-    the tokens whose entries it holds.
-
-    The first ``read`` of them are a prompt's, in the chunks of a fresh reading. ``draft_caches``
-    are those of draft models, by name.
-    """
-
-    cache: KVCache
-    text: Text | None = None
-    tokens: list[int] = field(default_factory=list)
-    read: int = 0
-    draft_caches: dict[str, KVCache] = field(default_factory=dict)
-
-    def keep(self, tokens: list[int], exactly: bool) -> int:
-        """Forget all entries but those of the longest common prefix with ``tokens``; return its
-        length.
-
-        ``exactly``: keep only entries that a fresh reading of ``tokens`` would have, bit for bit.
-        These are whole chunks, since rows are rounded together, or those of all tokens.
-        """
-        length = common_prefix(self.tokens[: self.cache.length], tokens)
-        if exactly and not length == self.read == len(tokens):
-            length = min(length, self.read) // PREFILL_CHUNK * PREFILL_CHUNK
-        self.tokens = self.tokens[:length]
-        self.read = min(self.read, length)
-        self.cache.truncate(length)
-        return length
-
-
-@dataclass
-class Sample:
-    """A text that is being written or is finished, as its ``options`` ask.
-
-    ``grammar`` constrains it, if any. ``draft`` is the name of the draft; ``is_plain``: nothing can
-    be drafted. ``prompt_seconds`` is the time in which the prompt was read, and ``wait`` the time
-    from the call to the end of the prompt: more, where copies for drafts were made. ``timeline``
-    has each round with the seconds of decoding so far. ``continues``: the text goes on with
-    whatever its cache holds, as a conversation does. ``trouble`` says why steps fell back to the
-    readable blocks, if so.
-    """
-
-    source: Text
-    options: Options
-    rule: Rule
-    grammar: GrammarConstraint | None = None
-    draft: str = ""
-    is_plain: bool = False
-    prompt_seconds: float = 0.0
-    wait: float = 0.0
-    timeline: list[tuple[Round, float]] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=Statistics)
-    continues: bool = False
-    trouble: str | None = None
-
-    def __repr__(self) -> str:
-        return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
-
-    @property
-    def text(self) -> str:
-        """The output, up to the stop string; bytes that are no UTF-8 become U+FFFD."""
-        return self.source.written
-
-    @property
-    def tokens(self) -> list[int]:
-        """Ids of the output, including the token that ended it."""
-        return self.source.generated
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of the prompt's tokens."""
-        return self.source.prompt_length
-
-    @property
-    def finish(self) -> str:
-        """Why the text ended: "eos", "stop", "length", or "interrupted"."""
-        return self.source.finish or "interrupted"
-
-    @property
-    def rounds(self) -> list[Round]:
-        """The rounds in which the text was written."""
-        return [round for round, _ in self.timeline]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the end of the prompt to the last token, without those that the reader of a
-        stream took between two rounds.
-        """
-        return self.timeline[-1][1] if self.timeline else 0.0
-
-    @property
-    def first_token_seconds(self) -> float:
-        """Seconds from the call to the first token, the reading of the prompt included."""
-        return self.wait + self.timeline[0][1] if self.timeline else 0.0
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of decoding."""
-        return self.statistics.tokens / self.seconds if self.seconds else 0.0
-
-
-class ContextFull(InputError):
-    """Error of a prompt or a conversation that is longer than its context."""
-
-
-class Session:
+class Session(LoadedModel):
     """A model that writes by ``write``, ``stream``, ``write_all`` and ``chat``. Options of a call
     stand in place of those that the session was made with.
 
-    The weights are loaded when they are first used. One call is answered at a time: another
-    thread's waits for it. A call ends a stream that has not ended, which then raises InputError.
-    ``sample`` is the last text that ``write`` or ``stream`` began.
+    One call is answered at a time: another thread's waits for it. A call ends a stream that has not
+    ended, which then raises InputError. ``sample`` is the last text that ``write`` or ``stream``
+    began.
     """
 
     def __init__(self, options: Options, model: Decoder | None = None) -> None:
-        """``model`` is a loaded one, by default that of the options. Raises InputError."""
-        self.options = options
-        self.folder = model_folder(options.model, options.revision)
-        self.name = shown_name(self.folder)
-        self.device = pick_device(options.device)
-        self.config = read_config(self.folder)
-        self.dtype = pick_dtype(options.dtype, self.folder, self.device)
-        self.tokenizer = Tokenizer(self.folder)
-        self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
+        super().__init__(options, model)
         self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None
         self.lock = RLock()
-        self.draft_models: dict[str, Decoder] = {}
-        self.prepared: set[LayerPlan] = set()
-        # of all texts that no draft length can change
-        self.estimates: Estimates | None = None
-        self.costs: dict[tuple[LayerPlan, ...], dict[int, Costs]] = {}
-        if model is not None:
-            self.model = model
-
-    @cached_property
-    def model(self) -> Decoder:
-        """The model, loaded and prepared."""
-        return self.loaded(self.folder)
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """The model's tokens, as grammars read them."""
-        from decoding.grammar import Vocabulary
-
-        tokens = [self.tokenizer.token_bytes(token) for token in range(self.config.vocab_size)]
-        return Vocabulary(tokens, self.tokenizer.eos_ids, self.tokenizer.encode_continuation)
-
-    @property
-    def context(self) -> int:
-        """Most positions of any text: --context, at most the model's."""
-        return min(self.options.context or math.inf, self.config.max_positions)
-
-    def capacity(self, ids: Sequence[int] = ()) -> int:
-        """Return the positions of a cache: for a prompt and its output or, where texts are not
-        known yet, for the context, of at most ``CONTEXT`` unless --context is given.
-        """
-        wanted = len(ids) + self.options.max_new_tokens if ids else self.options.context or CONTEXT
-        return min(wanted, self.context)
-
-    def memory(self, positions: int, prompt: int = 0) -> Memory:
-        """Return the memory that texts of up to ``positions`` tokens take.
-
-        The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
-        Raises InputError for a draft model or a plan that cannot be read.
-        """
-        options = self.options
-        chosen = plan_for(options, self.folder, self.config.num_layers)
-        of_draft = options.draft_model and read_config(model_folder(options.draft_model))
-        return estimate(
-            self.config,
-            dtype=self.dtype,
-            positions=positions,
-            prompt=prompt,
-            draft_config=of_draft,
-            longest_draft=LONGEST_DRAFT if options.gamma is None else options.gamma,
-            plan=chosen.plan if chosen and options.draft != "auto" else None,
-            fast_on=self.device,
-        )
-
-    def check_memory(self, ids: Sequence[int] = ()) -> str:
-        """Return a line of needed and free memory. Raises InputError with it where that is too
-        small.
-        """
-        copies = 0
-        if self.options.draft == "auto":
-            plans = optional_plans(self.options, self.folder, self.config.num_layers)
-            copies = sum(low_bit_bytes(self.config, chosen.plan) for chosen in plans.values())
-        memory = self.memory(self.capacity(ids), len(ids))
-        return check_fits(memory, self.device, optional_copies=copies)
-
-    def prepare(self, plan: LayerPlan) -> None:
-        """Make the low-bit copies of a plan, before anything is timed."""
-        if plan in self.prepared:
-            return
-        if plan.has_low_bits and self.model.abilities.low_bits:
-            importance(self.model, self.tokenizer, self.folder)
-        self.model.prepare(plan)
-        self.prepared.add(plan)
-
-    def merged(self, *calls: dict[str, object]) -> Options:
-        """Return the session's options, with those of each call in their place."""
-        options = self.options
-        for given in calls:
-            if fixed := [name for name in OF_THE_MODEL if name in given]:
-                raise InputError(f"{fixed[0]} is an option of load, not of a call", fixed[0])
-            options = options.merged(given)
-        return options
-
-    def agreed(self, decision: bool) -> bool:
-        """Return a decision that depends on a clock: where several processes share the model, that
-        of the first.
-        """
-        return decision
-
-    def loaded(self, folder: Path) -> Decoder:
-        """Return a model with fast steps, as the options ask for."""
-        return accelerated(load_model(folder, self.dtype, self.device), self.options)
-
-    def encode(
-        self, prompt: Prompt, options: Options | None = None, context: int | None = None
-    ) -> list[int]:
-        """Return the token ids of a prompt. Raises InputError for what is none, and for one that is
-        too long for ``context``, by default the session's.
-        """
-        options = options or self.options
-        ids = self.fitting(encode_prompt(self.tokenizer, prompt, options), context)
-        if options.stop or options.grammar_option:
-            end = self.labels.spelled(ids[-2 * len(THINK) :])
-            if end.rstrip().endswith(THINK):
-                say(
-                    "the chat template opens a thinking part: grammar and stop strings begin in it,"
-                    " not after it (see --chat-template-kwargs)"
-                )
-        return ids
-
-    def fitting(self, ids: list[int], context: int | None = None) -> list[int]:
-        """Return these token ids. Raises InputError for ids outside the model's vocabulary, and for
-        as many as the context or more.
-        """
-        vocab_size = self.config.vocab_size
-        if not (ids and 0 <= min(ids) <= max(ids) < vocab_size):
-            raise InputError(
-                f"the prompt has no token ids, or some outside 0 to {vocab_size - 1}: unless they"
-                " were given, the tokenizer does not belong to this model"
-            )
-        context = context or self.context
-        if len(ids) >= context:
-            used = context < self.config.max_positions
-            raise ContextFull(
-                f"the prompt has {len(ids)} tokens, the model's context"
-                f" {self.config.max_positions} tokens{f', {context} are used' * used}:"
-                f" shorten the prompt{' or raise --context' * used}"
-            )
-        return ids
-
-    def begin(self, ids: Sequence[int], options: Options | None = None, number: int = 0) -> Sample:
-        """Return a text that holds its prompt only; ``number`` is that of several samples, which
-        have random numbers of their own.
-        """
-        options = (options or self.options).seeded()
-        grammar = None
-        if name := options.grammar_option:
-            from decoding.grammar import Grammar
-
-            source = read_grammar(options, name)
-            grammar = Grammar(GRAMMARS[name], source, self.vocabulary, self.mask_seconds)(len(ids))
-        budget = min(options.max_new_tokens, self.context - len(ids))
-        eos_ids = self.tokenizer.eos_ids
-        rules = Rules(budget, eos_ids, options.stop, options.ban, [grammar] if grammar else [])
-        text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
-        return Sample(text, options, replace(options.rule, sample=number), grammar)
-
-    def new_slot(self, capacity: int) -> Slot:
-        """Return an empty cache of this many positions."""
-        cache = self.model.new_cache(capacity)
-        self.model.step_of(cache)
-        return Slot(cache)
-
-    def slot_for(self, positions: int) -> Slot:
-        """Return the session's own cache, made anew where it is too small."""
-        if self.slot is None or self.slot.cache.capacity < positions:
-            rounded_up = -(-positions // POSITIONS) * POSITIONS
-            self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
-        return self.slot
-
-    @torch.inference_mode()
-    def read(self, sample: Sample, slot: Slot, target: Model) -> None:
-        """Read the prompt of a text, all but its last token, into a cache, from the first token on
-        that it does not hold: see ``Slot.keep``.
-
-        A text that ``continues`` goes on behind entries of short steps, which round otherwise than
-        the chunks of a prompt, so it may differ in rounding from one whose prompt is read anew.
-        """
-        prompt = sample.source.tokens[:-1]
-        start = slot.keep(prompt, not sample.continues)
-        if unread := prompt[start:]:
-            target.prefill(torch.tensor([unread], device=self.device), slot.cache, start)
-            if start == slot.read and start % PREFILL_CHUNK == 0:
-                slot.read = len(prompt)
-        slot.tokens = prompt
-
-    def rounds(
-        self,
-        sample: Sample,
-        slot: Slot | None = None,
-        target: Model | None = None,
-        observer: Observer | None = None,
-    ) -> Iterator[Round]:
-        """Prepare the draft of a text, read its prompt, and write it to its end; yields the rounds.
-
-        ``target`` is the model as the loop calls it, which differs from the session's where several
-        texts share steps. Raises InputError.
-        """
-        text = sample.source
-        called = now(self.device)
-        with self.lock:
-            slot = slot or self.slot_for(text.longest)
-            target = target or self.model
-            slot.text = text
-            slot.keep(text.tokens[:-1], not sample.continues)
-            strategy = strategy_of(self, sample, slot, target)
-            sample.draft = strategy.name
-            sample.is_plain = strategy.policy.gamma == 0
-            prepared = now(self.device)
-            self.read(sample, slot, target)
-            sample.prompt_seconds = now(self.device) - prepared
-            strategy.ready()
-        began = now(self.device)
-        sample.wait = began - called
-        rounds = speculate(
-            target,
-            slot.cache,
-            text,
-            strategy.drafter,
-            strategy.policy,
-            sample.options.params,
-            sample.rule.randomness(self.device),
-            sample.rule.verify,
-            observer=observer,
-        )
-        while text.finish is None:
-            with self.lock:
-                if slot.text is not text:
-                    raise InputError(
-                        "another call of the session cut this stream off: read a stream to its end,"
-                        " or load the model twice"
-                    )
-                round = self._next(rounds, sample)
-                slot.tokens = text.tokens[:-1]
-            sample.timeline.append((round, sample.seconds + now(self.device) - began))
-            sample.trouble = self.model.trouble  # a step may have fallen back
-            sample.statistics.add(round)
-            yield round
-            began = now(self.device)
-
-    def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
-        """Return the next round. If no token can follow, the error has the grammar's reason."""
-        try:
-            return next(rounds)
-        except DeadEnd:
-            trouble = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
-            if trouble:
-                raise DeadEnd(trouble) from None
-            raise
-
-    def finish(self, sample: Sample) -> Sample:
-        """Write a text to its end, and return it."""
-        with self.lock:
-            for _ in self.rounds(sample):
-                pass
-        return sample
-
-    def warm_up(self, ids: Sequence[int], options: Options | None = None) -> None:
-        """Write a few tokens, with the draft and without, before anything is timed."""
-        options = options or self.options
-        few = min(WARM_UP, options.max_new_tokens)
-        for draft in ({}, {"draft": "none"}):
-            self.finish(self.begin(ids, options.merged({"max_new_tokens": few, **draft})))
+        # tokens so far; infinitely many: copies for drafts are made at once
+        self.written: float = 0
+        self.offers: Offers | None = None  # of --draft auto
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -465,6 +86,127 @@ class Session:
         self.finish_all(samples)
         return samples
 
+    def chat(self, **options: object) -> Chat:
+        """Return a new conversation, with a cache of its own."""
+        return Chat(self, options)
+
+    def merged(self, *calls: dict[str, object]) -> Options:
+        """Return the session's options, with those of each call in their place."""
+        options = self.options
+        for given in calls:
+            if fixed := [name for name in OF_THE_MODEL if name in given]:
+                raise InputError(f"{fixed[0]} is an option of load, not of a call", fixed[0])
+            options = options.merged(given)
+        return options
+
+    def encode(self, prompt: Prompt, options: Options | None = None) -> list[int]:
+        """Return the token ids of a prompt. Raises InputError for what is none."""
+        options = options or self.options
+        ids = encode_prompt(self.tokenizer, prompt, options)
+        if options.stop or options.grammar_option:
+            end = self.labels.spelled(ids[-2 * len(THINK) :])
+            if end.rstrip().endswith(THINK):
+                say(
+                    "the chat template opens a thinking part: grammar and stop strings begin in it,"
+                    " not after it (see --chat-template-kwargs)"
+                )
+        return ids
+
+    def begin(
+        self,
+        ids: Sequence[int],
+        options: Options | None = None,
+        number: int = 0,
+        context: int | None = None,
+    ) -> Sample:
+        """Return a text that holds its prompt only, and ends with the ``context``, by default the
+        session's; ``number`` is that of several samples, which have random numbers of their own.
+
+        Raises InputError for ids that the model does not have, and for too many.
+        """
+        context = context or self.context
+        check_ids(ids, self.config, context)
+        options = (options or self.options).seeded()
+        grammar = None
+        if name := options.grammar_option:
+            from decoding.grammar import Grammar
+
+            source = read_grammar(options, name)
+            grammar = Grammar(GRAMMARS[name], source, self.vocabulary, self.mask_seconds)(len(ids))
+        budget = min(options.max_new_tokens, context - len(ids))
+        eos_ids = self.tokenizer.eos_ids
+        rules = Rules(budget, eos_ids, options.stop, options.ban, [grammar] if grammar else [])
+        text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
+        return Sample(text, options, replace(options.rule, sample=number), grammar)
+
+    def rounds(
+        self,
+        sample: Sample,
+        slot: Slot | None = None,
+        target: Model | None = None,
+        observer: Observer | None = None,
+    ) -> Iterator[Round]:
+        """Read the prompt of a text, prepare its draft, and write it to its end; yields the rounds.
+
+        ``target`` is the model as the loop calls it, which differs from the session's where several
+        texts share steps. Raises InputError.
+        """
+        text = sample.source
+        called = now(self.device)
+        with self.lock:
+            slot = slot or self.slot_for(text.longest)
+            target = target or self.model
+            slot.text = text
+            loaded = now(self.device)
+            slot.read(sample, target)
+            sample.prompt_seconds = now(self.device) - loaded
+            strategy = strategy_of(self, sample, slot, target)
+            sample.draft = strategy.name
+            sample.is_plain = strategy.policy.gamma == 0
+        began = now(self.device)
+        sample.wait = began - called
+        rounds = speculate(
+            target,
+            slot.cache,
+            text,
+            strategy.drafter,
+            strategy.policy,
+            sample.options.params,
+            sample.rule.randomness(self.device),
+            sample.rule.verify,
+            observer=observer,
+        )
+        while text.finish is None:
+            with self.lock:
+                if slot.text is not text:
+                    raise InputError(
+                        "another call of the session cut this stream off: read a stream to its end,"
+                        " or load the model twice"
+                    )
+                round = self._next(rounds, sample)
+                slot.tokens = text.tokens[:-1]
+            sample.timeline.append((round, sample.seconds + now(self.device) - began))
+            sample.trouble = self.model.trouble  # a step may have fallen back
+            sample.statistics.add(round)
+            self.written += len(round.emitted)
+            yield round
+            began = now(self.device)
+
+    def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
+        """Return the next round. If no token can follow, the error has the grammar's reason."""
+        try:
+            return next(rounds)
+        except DeadEnd:
+            trouble = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
+            if trouble:
+                raise DeadEnd(trouble) from None
+            raise
+
+    def finish(self, sample: Sample) -> Sample:
+        """Write a text to its end, and return it."""
+        self.finish_all([sample])
+        return sample
+
     def finish_all(self, samples: Sequence[Sample]) -> None:
         """Write texts to their ends: see ``rounds_of_all``."""
         with self.lock:
@@ -472,54 +214,18 @@ class Session:
                 pass
 
     def rounds_of_all(self, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Round]]:
-        """Write texts to their ends, together where they share steps; yields their rounds.
-
-        The first error is raised when all have ended.
-        """
+        """Write texts to their ends, together where they share steps; yields their rounds."""
         positions = max((sample.source.longest for sample in samples), default=1)
         count = self.slots_for(len(samples), positions)
-        if count == 1:
-            for sample in samples:
-                for round in self.rounds(sample):
-                    yield sample, round
+        if count > 1:
+            from app.several import rounds_together
+
+            slots = [self.new_slot(positions) for _ in range(count)]
+            yield from rounds_together(self.rounds, self.model, samples, slots)
             return
-        from decoding.together import Together
-
-        together = Together(self.model)
-        free = [self.new_slot(positions) for _ in range(count)]
-        prompt = samples[0].source.tokens
-        if all(sample.source.tokens == prompt for sample in samples):  # read once
-            self.read(samples[0], free[0], self.model)
-            for slot in free[1:]:
-                slot.cache.copy_from(free[0].cache, len(prompt) - 1)
-                slot.tokens = prompt[:-1]
-                slot.read = len(prompt) - 1
-        waiting = [*samples]
-        written: list[tuple[Sample, Round]] = []
-        errors: list[InputError] = []
-
-        def write(sample: Sample) -> None:
-            slot = free.pop()
-            try:
-                for round in self.rounds(sample, slot, together):
-                    written.append((sample, round))
-            except InputError as error:
-                errors.append(error)
-            finally:
-                free.append(slot)
-
-        try:
-            while waiting or together.loops:
-                while waiting and free:
-                    together.start(lambda: write(waiting.pop(0)))
-                together.step()
-                yield from written
-                written.clear()
-        finally:
-            for loop in [*together.loops]:
-                together.stop(loop)
-        if errors:
-            raise errors[0]
+        for sample in samples:
+            for round in self.rounds(sample):
+                yield sample, round
 
     def slots_for(self, texts: int, positions: int) -> int:
         """Return how many texts are written at once: as many as share steps and fit into memory."""
@@ -529,33 +235,27 @@ class Session:
         fitting = free_bytes(self.device) // (memory.cache + memory.workspace)
         return max(1, min(texts, MOST_TOGETHER, fitting))
 
-    def chat(self, **options: object) -> Chat:
-        """Return a new conversation, with a cache of its own."""
-        from app.chat import Chat
+    def new_slot(self, capacity: int) -> Slot:
+        """Return an empty cache of this many positions."""
+        cache = self.model.new_cache(capacity)
+        self.model.step_of(cache)
+        return Slot(cache)
 
-        return Chat(self, options)
+    def slot_for(self, positions: int) -> Slot:
+        """Return the session's own cache, made anew where it is too small."""
+        if self.slot is None or self.slot.cache.capacity < positions:
+            rounded_up = -(-positions // POSITIONS) * POSITIONS
+            self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
+        return self.slot
 
-
-def pieces(sample: Sample, rounds: Iterator[Round]) -> Iterator[str]:
-    """Yield the pieces of a text as its rounds write them."""
-    stream = TextStream(sample.source)
-    for _ in rounds:
-        if piece := stream.pull():
-            yield piece
-
-
-def accelerated(model: Decoder, options: Options) -> Decoder:
-    """Return the model with fast steps, where ``model.fast`` is there and has any."""
-    if options.no_compile:
-        if model.device.type == "cuda":
-            torch.compiler.set_stance("force_eager")  # of sampling too
-        return model
-    with suppress(ModuleNotFoundError):
-        from model.fast import accelerate
-
-        return accelerate(model)
-    say("steps are the readable blocks', several times slower: model/fast is not there")
-    return model
+    def warm_up(self, ids: Sequence[int]) -> None:
+        """Write a few tokens, with the draft and without, before anything is timed; copies for
+        drafts are made, however little is written.
+        """
+        self.written = math.inf
+        few = min(WARM_UP, self.options.max_new_tokens)
+        for draft in ({}, {"draft": "none"}):
+            self.finish(self.begin(ids, self.options.merged({"max_new_tokens": few, **draft})))
 
 
 def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:

@@ -4,11 +4,12 @@
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
 import argparse
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -18,13 +19,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from app.device import machine, pick_device
-from app.files import check_place, read_json, write_json
+from app.common.device import machine, pick_device
+from app.common.files import check_place, read_json, write_json
+from app.common.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
+from app.common.picture import write_picture
+from app.common.table import Row, table
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
-from app.picture import write_picture
 from app.session import Session
-from app.table import Row, table
 from benchmark import picture, rounds, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
 from decoding.verify import COUPLINGS
@@ -168,6 +169,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         folder = off_grid_folder(folder)
     given = {name: getattr(options, name) for name in OF_TEXTS}
     session = Session(Options(model=str(folder), draft="none", seed=0, **given))
+    session.written = math.inf  # so that auto makes its copies at once
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
     prompts = {**PROMPTS, "stories": stories}
     cases = [

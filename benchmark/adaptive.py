@@ -8,11 +8,11 @@ are the text's. So the rounds of any policy follow without decoding again. Knows
 from collections.abc import Sequence
 from functools import partial
 
+from app.common.table import Row
 from app.drafts import START_GREEDY, strategy_of
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
-from app.table import Row
 from benchmark.ways import Case, begin
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.rounds import Round, common_prefix

@@ -6,7 +6,7 @@ has found so far. What tells most comes first.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -20,9 +20,9 @@ from tempfile import TemporaryFile
 
 import torch
 
-from app.device import pick_device
-from app.files import write_text
-from app.parsers import MODEL, Groups, script
+from app.common.device import pick_device
+from app.common.files import write_text
+from app.common.parsers import MODEL, Groups, script
 
 REPORT = {"type": Path, "default": Path("gpu-report.md"), "metavar": "FILE", "help": "the report"}
 OPTIONS: Groups = {"": {"--model": MODEL, "--out": REPORT}}

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from app.command_line import say
+from app.common.command_line import say
+from app.loaded import accelerated
 from app.options import Options
-from app.session import Session, accelerated
+from app.session import Session
 from model.decoder import Decoder
 from model.quantise import GROUP, quantise
 from weights.importance import PROMPTS, input_squares, linear_layers

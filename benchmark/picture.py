@@ -5,8 +5,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from app.picture import MUTED
-from app.table import Row
+from app.common.picture import MUTED
+from app.common.table import Row
 
 # by section: a title, and the columns of both axes and of the names of lines; names alone have dots
 PANELS = {

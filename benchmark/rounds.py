@@ -7,7 +7,7 @@ no trained weights are at hand. Knows nothing of prompts.
 import torch
 from torch import Tensor
 
-from app.table import Row
+from app.common.table import Row
 from benchmark.shapes import shape_model
 from benchmark.timing import timed
 from decoding.drafters import ModelDrafter, NoDraft

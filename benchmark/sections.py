@@ -15,11 +15,12 @@ from statistics import median
 
 import torch
 
-from app.drafts import WINDOW, strategy_of
-from app.files import read_json
+from app.common.files import read_json
+from app.common.table import Row
+from app.drafts import strategy_of
+from app.offers import WINDOW
 from app.options import Options
 from app.session import Session
-from app.table import Row
 from benchmark.adaptive import record, simulated_speedups
 from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.files import read_json
+from app.common.files import read_json
+from app.common.table import Row
+from app.loaded import accelerated
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT
-from app.session import accelerated
-from app.table import Row
 from benchmark.timing import spread, take_turns, timed
 from decoding.drafters import ModelDrafter
 from model.cache import KVCache

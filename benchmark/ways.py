@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from app.drafts import plan_for
+from app.loaded import CONTEXT
 from app.options import Options
-from app.plan_file import GAMMA
-from app.session import CONTEXT, Sample, Session, Slot
+from app.plan_file import GAMMA, plan_for
+from app.sample import Sample, Slot
+from app.session import Session
 from decoding.rounds import Round
 from weights.load import model_folder
 

@@ -5,7 +5,7 @@ of every layer.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -19,8 +19,8 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from app.characters import Labels
-from app.parsers import MODEL, Groups, script
-from app.picture import RULE, write_picture
+from app.common.parsers import MODEL, Groups, script
+from app.common.picture import RULE, write_picture
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import layer_outputs

@@ -10,8 +10,9 @@ from html import escape
 from pathlib import Path
 
 from app.characters import Labels, visible
-from app.files import write_text
-from app.session import Sample, load
+from app.common.files import write_text
+from app.sample import Sample
+from app.session import load
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "What is photosynthesis?"

@@ -8,7 +8,7 @@ fastest is written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -28,12 +28,12 @@ import optuna
 from rich.console import Console
 from rich.progress import track
 
-from app.command_line import say
-from app.device import machine
-from app.drafts import LONG
-from app.files import check_place, read_optional_json
+from app.common.command_line import say
+from app.common.device import machine
+from app.common.files import check_place, read_optional_json
+from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
+from app.offers import LONG
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.plan_file import read_plan
 from app.session import Session
 from model.plan import LOW_BITS, LayerPlan

@@ -10,8 +10,8 @@ from statistics import fmean
 
 import optuna
 
-from app.command_line import say
-from app.picture import write_picture
+from app.common.command_line import say
+from app.common.picture import write_picture
 from model.plan import LayerPlan
 from search.plots import best_values
 from search.study import SAMPLERS, Predict, Space, finished, optimise, parameters

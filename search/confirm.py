@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from app.command_line import say
+from app.common.command_line import say
+from app.common.table import table
 from app.drafts import plan_in_words
 from app.plan_file import DraftPlan, write_plan
 from app.session import Session
-from app.table import table
 from decoding.rounds import Statistics
 from model.plan import LayerPlan
 from search.study import Prediction

@@ -13,8 +13,8 @@ from itertools import islice, pairwise
 from statistics import median
 from time import perf_counter
 
-from app.command_line import say
-from app.files import read_json, write_json
+from app.common.command_line import say
+from app.common.files import read_json, write_json
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
 from decoding.drafters import Drafter, ModelDrafter, ModelFreeDrafter
@@ -128,7 +128,7 @@ def measure_costs(
     turns = []
     for turn in range(TURNS):
         prompt = list(prompts[turn % len(prompts)])[:room]
-        session.read(session.begin(prompt), slot, model)
+        slot.read(session.begin(prompt), model)
         turns.append(
             {
                 name: seconds_of_round(session, slot.cache, prompt, *each)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from app.picture import INK, MUTED, RED, SCALE, write_picture
+from app.common.picture import INK, MUTED, RED, SCALE, write_picture
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search.costs import CostModel
 from search.study import Predict, Prediction, early_exits, thinned_plans

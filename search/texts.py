@@ -7,13 +7,12 @@ nothing of plans.
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from app.files import read_text
-from app.session import ContextFull, Session
+from app.common.files import read_text
+from app.session import Session
 from model.errors import InputError
 
 PROMPTS: dict[str, list[str]] = json.loads(
@@ -58,8 +57,8 @@ def plain_texts(session: Session, prompts: Sequence[str]) -> list[Continuation]:
     options = session.options.merged({"draft": "none"})
     texts = []
     for prompt in prompts:
-        with suppress(ContextFull):
-            ids = session.encode(prompt, options)
+        ids = session.encode(prompt, options)
+        if len(ids) < session.context:
             sample = session.finish(session.begin(ids, options))
             texts.append(Continuation(tuple(ids), tuple(sample.tokens)))
     return texts

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 
-from app.picture import STYLE
+from app.common.picture import STYLE
 
 
 def faults(draw: Callable[[], Figure]) -> Iterator[str]:

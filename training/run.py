@@ -1,19 +1,20 @@
 """Runs of ``train.py``: their options, what they begin with, and the folder they are saved in.
 
-Knows nothing of losses and optimisers.
+Knows nothing of losses.
 """
 
 import argparse
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app.files import atomic_path, read_json, write_text
-from app.parsers import DEVICE, Groups, within
+from app.common.files import atomic_path, read_json, write_text
+from app.common.parsers import DEVICE, Groups, within
 from model.config import parse_config
 from model.decoder import Decoder
 from model.errors import InputError, explaining
@@ -24,6 +25,7 @@ from weights.load import load_model, model_folder
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
+Part = torch.nn.Module | torch.optim.Optimizer  # of a run, saved by its ``state_dict``
 STATE = "training/state.pt"
 LOG = "training/log.jsonl"
 OPTIONS: Groups = {
@@ -160,7 +162,7 @@ OPTIONS: Groups = {
 }
 
 
-def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
+def read_inputs(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     """Return the initial model in float32, training rows, and held-out rows.
 
     A new tokenizer is written into ``--out``.
@@ -195,15 +197,40 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     return model, *rows
 
 
-def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any]) -> None:
-    """Write ``model`` as an ordinary bf16 folder, the log, and the ``state`` to continue from, each
-    file atomically.
+def load_run(options: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the state of the run in ``--out``: its options, its last step and the records of its
+    log. The ``parts``, a model and its optimisers, get what was saved of them.
 
-    The state holds the ``records`` of the log. A run that is killed before the state is written
-    repeats the last steps. Raises InputError when ``--out`` cannot be written.
+    A new run is in step 0. Raises InputError for a run with other options.
+    """
+    given = {
+        name: str(value)
+        for name, value in vars(options).items()
+        if name not in ("out", "device", "save_every")
+    }
+    if not (options.out / STATE).exists():
+        return {"options": given, "step": 0, "records": []}
+    with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
+        state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
+    for name, saved in state["options"].items():
+        if given.get(name) != saved:
+            raise InputError(
+                f"{options.out} holds a run with {name} {saved}: give the same, or another --out"
+            )
+    for part, saved in zip(parts, state.pop("parts"), strict=True):
+        part.load_state_dict(saved)
+    return state
+
+
+def save_run(options: argparse.Namespace, parts: Sequence[Part], state: dict[str, Any]) -> None:
+    """Write the model, the first of the ``parts``, as an ordinary bf16 folder, and the log and the
+    state to continue from, each file atomically.
+
+    A run that is killed before the state is written repeats the last steps. Raises InputError when
+    ``--out`` cannot be written.
     """
     save_model(
-        copy.deepcopy(model).bfloat16(),
+        copy.deepcopy(parts[0]).bfloat16(),
         options.out,
         tokenizer_from=model_folder(options.start_from) if options.start_from else options.out,
     )
@@ -214,26 +241,4 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
     ):
         write_text(options.out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
         with atomic_path(options.out / STATE) as temporary:
-            torch.save(state, temporary)
-
-
-def load_state(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the state saved in ``--out``, that of step 0 where there is none.
-
-    Raises InputError for a run with other options.
-    """
-    given = {
-        name: str(value)
-        for name, value in vars(options).items()
-        if name not in ("out", "device", "save_every")
-    }
-    if not (options.out / STATE).exists():
-        return {"options": given, "step": 0, "records": [], "parts": []}
-    with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
-        state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
-    for name, saved in state["options"].items():
-        if given.get(name) != saved:
-            raise InputError(
-                f"{options.out} holds a run with {name} {saved}: give the same, or another --out"
-            )
-    return state
+            torch.save({**state, "parts": [part.state_dict() for part in parts]}, temporary)

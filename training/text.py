@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import models, pre_tokenizers, processors, trainers
+from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 
-from app.files import atomic_path, read_json_lines, write_json
+from app.common.files import atomic_path, read_json_lines, write_json
 from model.errors import InputError
-from weights.tokenizer import Tokenizer, byte_level_tokenizer
+from weights.tokenizer import Tokenizer
+from weights.tokenizer_files import begin_with, byte_level_tokenizer
 
 HELD_OUT_ONE_IN = 50  # documents
 BEGIN = "<s>"  # id 0
@@ -66,9 +67,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)]
-    )
+    begin_with({BEGIN: 0}, tokenizer)
     write_json(folder / "tokenizer_config.json", TOKENIZER_SETTINGS)
     with atomic_path(folder / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))

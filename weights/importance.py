@@ -1,9 +1,11 @@
-"""Importance of the inputs of a model's linear layers: their mean squares on the built-in prompts,
-by which weights are rounded to few bits. It is kept between runs. Knows nothing of drafts.
+"""Importance of a linear layer's inputs: their mean squares on the built-in prompts.
+
+Weights are rounded to few bits by it, those of important inputs with smaller errors. It is kept
+between runs. Knows nothing of drafts.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -11,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from app.command_line import say
-from app.files import atomic_path
+from app.common.command_line import say
+from app.common.files import atomic_path
 from model.decoder import Decoder
-from model.errors import InputError, explaining
+from model.errors import InputError, one_line
 from model.places import cache_folder, version
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
@@ -23,27 +25,24 @@ PROMPTS_FILE = Path(__file__).with_name("prompts.txt")
 PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
 
 
-def importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Set ``model.importance`` of every linear layer, ``[in]`` float32: read from the file of the
-    model in ``folder``, or measured on the built-in prompts and written there.
+def set_importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Set ``model.importance``, ``[in]`` float32 for every linear layer, unless it is set: read
+    from the file of the model in ``folder``, or measured on the built-in prompts and written there.
     """
     if model.importance:
         return
     layers = linear_layers(model)
     path = importance_file(model, folder)
-    found = read(path, layers)
+    found = read_importance(path, layers)
     if found is None:
         say("measuring the importance of this checkpoint's weights, kept for later runs")
         prompts = [encode(tokenizer, prompt)[: model.max_positions] for prompt in PROMPTS]
         found = {name: each.cpu() for name, each in input_squares(model, prompts).items()}
         try:
-            with (
-                explaining(f"{path} cannot be written", (OSError, SafetensorError)),
-                atomic_path(path) as temporary,
-            ):
+            with atomic_path(path) as temporary:
                 save_file(found, temporary)
-        except InputError as error:
-            say(f"the importance is not kept, and measured at every start: {error}")
+        except (InputError, OSError, SafetensorError) as error:
+            say(f"the importance is not kept, and measured at every start: {one_line(error)}")
     model.importance.update((layer, found[name]) for name, layer in layers.items())
 
 
@@ -54,14 +53,13 @@ def importance_file(model: Decoder, folder: Path) -> Path:
     return cache_folder() / "importance" / f"{name}.safetensors"
 
 
-def read(path: Path, layers: dict[str, nn.Module]) -> dict[str, Tensor] | None:
+def read_importance(path: Path, layers: dict[str, nn.Module]) -> dict[str, Tensor] | None:
     """Return the importance in a file by the layer's name; None where it is absent or damaged."""
-    try:
-        found = load_file(path)
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.is_file():
         return None
-    except (OSError, SafetensorError):
-        found = {}
+    found = {}
+    with suppress(OSError, SafetensorError):
+        found = load_file(path)
     wanted = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
     if {name: tuple(each.shape) for name, each in found.items()} == wanted:
         return found
@@ -77,7 +75,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
-    """Return the layers whose weights a draft may round, by name: the blocks' linear layers, and
+    """Return the layers that a draft may have in few bits, by name: the blocks' linear layers, and
     the head or its embedding.
     """
     layers = {
@@ -97,7 +95,8 @@ def input_squares(
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
-    names = {layer: name for name, layer in linear_layers(model).items()}
+    layers = linear_layers(model)
+    del layers["head"]  # it reads the normed states; a tied one is an embedding
     means: dict[str, Tensor] = {}
     count = sum(map(len, texts))
 
@@ -105,9 +104,8 @@ def input_squares(
         means[name] = means.get(name, 0) + square(x.float().flatten(0, -2)) / count
 
     with ExitStack() as hooks:
-        for part in filter(names.get, model.layers.modules()):
-            name = names[part]
-            hook = part.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
+        for name, layer in layers.items():
+            hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
             hooks.enter_context(hook)
         for text in texts:
             states = model.hidden(torch.tensor([[*text]], device=model.device))

@@ -31,8 +31,8 @@ CPU_BUFFERS = 160 << 20  # bytes: the compiled step, its compiler, and libraries
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: weights, KV caches of ``positions`` tokens, workspace of a step, low-bit copies of the
-    weights, and ``buffers`` of a process whatever it computes.
+    """Bytes that decoding takes: weights, KV caches of ``positions`` tokens, the workspace of a
+    step, low-bit copies of the weights, and ``buffers`` that a process needs for any model.
     """
 
     weights: int
@@ -58,12 +58,12 @@ def estimate(
     fast_on: torch.device | None = None,
     plan: LayerPlan | None = None,
 ) -> Memory:
-    """Return the memory for decoding a text of up to ``positions`` tokens, of which the first
-    ``prompt`` are the prompt.
+    """Return the memory for decoding a text of up to ``positions`` tokens, a prompt of
+    ``prompt`` tokens among them.
 
-    ``draft_config`` is that of a separate draft model, ``plan`` the layer plan of a draft by the
-    target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
-    ``model.fast`` prepares.
+    A draft has up to ``longest_draft`` tokens. ``draft_config`` is that of a separate draft model,
+    ``plan`` the layer plan of a draft by the target itself. ``fast_on`` is the device of a model
+    that ``model.fast`` prepares.
     """
     models = [config, draft_config] if draft_config else [config]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
@@ -97,8 +97,8 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int, positions: int = 0) -> int:
-    """Return the bytes that a step under the plan reads: of weights, and of the keys and values of
-    ``positions``, as far as the plan sees them. Numbers that are not in low bits take ``itemsize``.
+    """Return the bytes that a step under the plan reads: weights, and the keys and values of those
+    ``positions`` that the plan sees. Numbers that are not in low bits take ``itemsize`` bytes.
     """
     # In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
     per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 8: 1.0, 0: 0}

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from app.files import atomic_path, read_optional_json, write_json
+from app.common.files import atomic_path, read_optional_json, write_json
 from model.decoder import Decoder
 from model.errors import explaining
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from app.characters import Labels, TextStream
 from app.output import as_json
+from app.sample import Sample
 from app.server.requests import ChatBody, CompletionBody
-from app.session import Sample, Session
+from app.session import Session
 from decoding.drafters import Draft
 from decoding.rounds import Round
 from decoding.text import Text

@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.command_line import say
+from app.common.command_line import say
 from app.options import KINDS, SHORT_TEXT
 from app.server.answers import Answer
 from app.server.requests import ChatBody, CompletionBody, begin, complaint

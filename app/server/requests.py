@@ -23,8 +23,10 @@ from pydantic import (
     model_validator,
 )
 
-from app.options import KINDS, OF_THE_COMMAND, OF_THE_MODEL, Options
-from app.session import Sample, Session
+from app.drafts import KINDS
+from app.options import OF_THE_COMMAND, OF_THE_MODEL, Options
+from app.sample import Sample
+from app.session import Session
 from model.errors import InputError, one_line
 
 # Unknown fields that have no effect here, and the values by which a field asks for nothing. Any

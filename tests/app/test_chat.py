@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import generate
-from app.chat import ContextFull, turns
 from app.session import Session
-from tests.calls import recorded
+from app.terminal import turns
+from tests.calls import interrupted, recorded
 from tests.commands import Run
 from tests.refusal import refusal
 
@@ -62,6 +62,20 @@ def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far(session: Session) 
     assert [each["content"] for each in chat.messages[::2]] == ["Hello"]
 
 
+def test_ctrl_c_while_a_prompt_is_read_leaves_no_entries_under_another_prompts_tokens(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("app.sample", "model.decoder"):
+        monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 8)
+    chat = session.chat()
+    answer = chat.say(STORY)
+    chat.forget()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupted(patch, type(session.model.model), "hidden", 3)
+        chat.say(STORY[::-1])
+    assert chat.say(STORY).tokens == answer.tokens
+
+
 def test_nothing_is_kept_of_a_turn_that_could_not_be_answered(session: Session) -> None:
     chat = session.chat()
     chat.say("Hello")
@@ -75,8 +89,7 @@ def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten() -> None:
     chat = generate.load("tiny-llama", max_new_tokens=6, context=120).chat()
     chat.say("Hello")
     chat.say("Again")
-    with pytest.raises(ContextFull, match="forget"):
-        chat.say("fox " * 120)
+    assert "forget the oldest turns" in refusal(chat.say, "fox " * 120)
     assert len(chat.messages) == 4
     chat.forget()
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]
@@ -90,10 +103,10 @@ def test_a_conversation_at_a_terminal(
     run: Run, monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
     lines = ["/stats", "Hello", "/stats", "/draft none", "/stats", "/draft bogus", "", "/trace"]
-    lines += ["Again", "/bogus 3", "/forget", "/reset", "/help", "/quit", "never read"]
+    lines += ["Again", "/bogus 3", "/forget", "/reset", "/help"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     said = run(*TERMINAL)
-    assert said.status == 0 and "never read" not in said.out
+    assert said.status == 0, "at the end of input"
     assert session.chat(max_new_tokens=8).say("Hello").text in said.out
     for line in (
         "nothing is written yet",
@@ -118,8 +131,3 @@ def test_lines_that_are_pasted_together_are_one_turn(monkeypatch: pytest.MonkeyP
         os.write(keyboard, b"/quit\n")
         assert list(said) == []
     os.close(keyboard)
-
-
-def test_the_end_of_input_ends_a_conversation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert run(*TERMINAL).status == 0

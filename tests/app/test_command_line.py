@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from app.command_line import run_command
+from app.common.command_line import run_command
 from model.errors import InputError
 from tests.commands import Outcome
 from weights import fetch
@@ -23,9 +23,9 @@ SCRIPT = """
 import os, sys, types
 model = sys.modules["model"] = types.ModuleType("model")  # without torch, which is slow
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
-from app.command_line import run_command
-from app.parsers import parser_of
-from app.start import start
+from app.common.command_line import run_command
+from app.common.parsers import parser_of
+from app.common.start import start
 
 def little():
     print("a little")
@@ -93,7 +93,7 @@ def outcome(
         ),
         (
             OSError(5, "Input error"),
-            "error: standard output cannot be read or written: Input error\n",
+            "error: a file or a stream cannot be read or written: Input error\n",
         ),
         (
             torch.OutOfMemoryError("CUDA out of memory.\nTried"),
@@ -177,7 +177,7 @@ def test_idle_threads_soon_sleep_in_every_command(module: str, tmp_path: Path) -
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full: run it on Linux")
 @pytest.mark.parametrize("work", ["little", "much", "help"])
 def test_a_full_disk_is_one_line(work: str, shell: Shell) -> None:
-    line = "error: standard output cannot be read or written: No space left on device\n"
+    line = "error: a file or a stream cannot be read or written: No space left on device\n"
     assert shell("$RUN > /dev/full", work) == Outcome(2, "", line)
 
 

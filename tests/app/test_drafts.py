@@ -1,6 +1,7 @@
 """Drafts: the drafter and the policy that options and a plan mean, and what they need."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -8,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from app.drafts import optional_plans, plan_for, strategy_of
+from app import offers, plan_file
+from app.drafts import strategy_of
 from app.options import Options
-from app.plan_file import DraftPlan, write_plan
+from app.plan_file import DraftPlan, low_bit_plan, optional_plans
 from app.session import Session, load
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from model.places import cache_folder
@@ -20,19 +21,11 @@ from model.plan import LayerPlan
 from tests.calls import recorded
 from weights import memory
 
-PLAN = DraftPlan(LayerPlan.skipping(24, [1], []), gamma=6, threshold=0.7)
-PLAIN = DraftPlan(LayerPlan.skipping(24, [1], []), gamma=0)
+LAYERS = 24  # of tiny-llama
+PLAN = DraftPlan(LayerPlan.skipping(LAYERS, [1], []), gamma=6, threshold=0.7)
+PLAIN = DraftPlan(LayerPlan.skipping(LAYERS, [1], []), gamma=0)
 PROMPT = "Once upon a time"
 Seen = tuple[type[Policy], int, float | None]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep no measured importance beyond a test."""
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "step").symlink_to(cache_folder() / "step")
-    monkeypatch.setenv("SPECDEC_CACHE", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +36,7 @@ def session() -> Session:
 def found(session: Session, **options: Any) -> Any:
     sample = session.begin(session.encode(PROMPT), session.merged(options))
     slot = session.slot_for(sample.source.longest)
-    session.read(sample, slot, session.model)
+    slot.read(sample, session.model)
     return strategy_of(session, sample, slot, session.model)
 
 
@@ -102,18 +95,26 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel(
 
 
 def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    low_bits = plan_for(Options(draft="lowbit"), tmp_path, session.model.num_layers).plan
-    plan = LayerPlan.full(session.model.num_layers).in_bits(8)
-    write_plan(tmp_path / "plan.json", DraftPlan(plan, 3), "", {})
-    four = memory.low_bit_bytes(session.config, low_bits)
-    eight = memory.low_bit_bytes(session.config, plan)
+    """A window has the copies of its plan. Copies that are made need no more memory."""
+    monkeypatch.setattr(offers, "LONG", 8)
+    plan = LayerPlan.full(LAYERS).in_bits(8)
+    session = load("tiny-llama", plan=DraftPlan(plan, 3))
+    session.written = math.inf
+    eight, four = (
+        memory.low_bit_bytes(session.config, each) for each in (plan, low_bit_plan(LAYERS).plan)
+    )
     eight += 6 * session.config.vocab_size * session.config.hidden_size + 1  # while it is rounded
-    for free, count in [(1, 1), (eight, 2), (four + eight, 3)]:
+    for free, names in [
+        (1, []),
+        (eight, ["low bits"]),
+        (four + eight, ["low bits", "plan"]),
+        (1, ["low bits", "plan"]),
+    ]:
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
-        strategy = found(session, draft="auto", plan=str(tmp_path / "plan.json"))
-        assert len(strategy.policy.drafters) == count
+        drafters = found(session, draft="auto").policy.drafters
+        assert [*drafters] == [*names, *(f"{name}, newest" for name in names), "lookup"]
 
 
 @pytest.mark.parametrize(
@@ -138,17 +139,6 @@ def test_a_length_under_auto_is_a_cap(session: Session) -> None:
     assert longest == [0, 2, 7]
     sample = session.write("a b a b a b a b a b", gamma=2, max_new_tokens=24)
     assert max(len(round.drafted) for round in sample.rounds) <= 2
-
-
-def test_a_window_needs_no_copies_of_its_own(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.drafts.LONG", 8)
-    low_bits = plan_for(Options(draft="lowbit"), session.folder, session.model.num_layers).plan
-    enough = memory.low_bit_bytes(session.config, low_bits) + 1
-    monkeypatch.setattr(memory, "free_bytes", lambda device: enough)
-    drafters = found(session, draft="auto").drafter.drafters
-    assert [*drafters] == ["low bits", "low bits, newest", "lookup"]
 
 
 def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(tmp_path: Path) -> None:
@@ -178,17 +168,12 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
     options: dict[str, Any], granted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once per session; its texts then share their estimates."""
-    measured = recorded(
-        monkeypatch,
-        __import__("decoding.auto").auto,
-        "measured_costs",
-        lambda _, cache, *__: cache.length,
-    )
+    measured = recorded(monkeypatch, offers, "measured_costs", lambda _, cache, *__: cache.length)
     session = load("tiny-llama", draft="auto", max_new_tokens=4, seed=0, **options)
     texts = [session.write(PROMPT) for _ in range(2)]
     behind_the_prompt = len(session.encode(PROMPT)) - 1
     assert measured == [behind_the_prompt] * granted
-    assert granted == (session.estimates is not None)
+    assert granted == bool(session.offers.estimates.rates)
     assert texts[0].tokens == texts[1].tokens
 
 
@@ -197,60 +182,92 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     coupling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"SHORT": 8, "LONG": 32, "WINDOW": 8}.items():
-        monkeypatch.setattr(f"app.drafts.{name}", value)
+        monkeypatch.setattr(f"app.offers.{name}", value)
     own = DraftPlan(replace(PLAN.plan, window=16))
     drawn = {"temperature": 1.0, "seed": 1, "coupling": coupling}
     session = load("tiny-llama", max_new_tokens=60, plan=own, **drawn)
-    sample = session.begin(session.encode(PROMPT))
-    slot = session.slot_for(sample.source.longest)
-    session.read(sample, slot, session.model)
-    strategy = strategy_of(session, sample, slot, session.model)
-    counted = [strategy.policy.costs_at(length) for length in (5, 8, 9, 32, 33, 64)]
+    session.written = math.inf
+    costs_at = found(session).policy.costs_at
+    counted = [costs_at(length) for length in (5, 8, 9, 32, 33, 64)]
     short = ["low bits", "plan"]  # a plan's own window is its maker's choice
     assert [[*costs.steps] for costs in counted] == [short] * 4 + [[*short, "low bits, newest"]] * 2
-    different = [before is not after for before, after in pairwise(counted)]
+    different = [before != after for before, after in pairwise(counted)]
     assert different == [False, True, True, True, False]
     texts = [session.write(PROMPT, draft=draft).tokens for draft in ("auto", "auto", "none")]
     assert texts[0] == texts[1] and (coupling == "ratio" or texts[0] == texts[2])
 
 
-def test_without_drafts_no_copies_are_made(session: Session) -> None:
-    fresh = load("tiny-llama")
-    for adaptive in (None, True):
-        strategy = found(fresh, draft="lowbit", gamma=0, adaptive=adaptive)
-        assert strategy.policy.gamma == 0
-    assert not fresh.prepared
+FEW = {"max_new_tokens": 24}
 
 
-@pytest.mark.parametrize("kind", ["lookup", "lowbit", "auto"])
-def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
-    tmp_path: Path, kind: str, session: Session
+@pytest.mark.parametrize(
+    ("options", "written", "rate", "makes"),
+    [
+        (FEW, 0, 1, False),
+        ({"max_new_tokens": 1000}, 0, 1, True),
+        (FEW, 1000, 1, True),
+        (FEW, math.inf, 1e-9, True),
+        (FEW, 0, 100, True),
+        (FEW | {"temperature": 1.0}, 0, 1, False),
+        (FEW | {"temperature": 1.0, "coupling": "ratio"}, 0, 1, True),
+        (FEW | {"draft": "lowbit"}, 0, 1, True),
+    ],
+    ids=str,
+)
+def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_always(
+    options: dict[str, Any],
+    written: float,
+    rate: float,
+    makes: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """``written``: tokens before. Under the ratio rule another draft would be another text."""
+    monkeypatch.setattr(plan_file, "ROUNDED", rate * plan_file.ROUNDED)
+    session = load("tiny-llama", seed=1)
+    session.written = written
+    found(session, **options)
+    assert bool(session.prepared) == makes
+
+
+def test_a_session_counts_what_it_writes_and_a_warm_up_makes_all_copies() -> None:
+    session = load("tiny-llama", max_new_tokens=6)
+    for _ in range(2):
+        session.write(PROMPT)
+    assert session.written == 12 and not session.prepared
+    session.warm_up([0, 0])
+    assert session.prepared
+
+
+def test_the_seconds_that_copies_take_are_said_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = load("tiny-llama", max_new_tokens=4)
+    said = recorded(monkeypatch, type(session.model), "prepare", lambda *_: capsys.readouterr().err)
+    seconds = memory.low_bit_bytes(session.config, low_bit_plan(session.config.num_layers).plan)
+    monkeypatch.setattr(plan_file, "ROUNDED", seconds / 7)
+    session.write(PROMPT, draft="lowbit")
+    assert "rounding weights for drafts takes about 7.0 s" in said[0]
+    session.write(PROMPT, draft="lowbit", window=8)
+    assert not capsys.readouterr().err
+
+
+def test_without_drafts_no_copies_are_made() -> None:
+    session = load("tiny-llama")
+    strategy = found(session, draft="lowbit", gamma=0, adaptive=True)
+    assert strategy.policy.gamma == 0 and not session.prepared
+
+
+def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: Session
+) -> None:
+    """Importance is measured anew, since the cache is empty but for compiled steps."""
     folder = Path(shutil.copytree(session.folder, tmp_path / "model"))
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     folder.chmod(0o555)
-    load(str(folder), draft=kind, max_new_tokens=4).write(PROMPT)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "step").symlink_to(cache_folder() / "step")
+    monkeypatch.setenv("SPECDEC_CACHE", str(cache))
+    load(str(folder), draft="lowbit", max_new_tokens=4).write(PROMPT)
     folder.chmod(0o755)
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_draft_writes_the_plain_text(dtype: str) -> None:
-    """Greedy, and with a seed under the race."""
-    session = load("tiny-llama", dtype=dtype, max_new_tokens=32)
-    assert session.dtype == getattr(torch, dtype)
-    ways: list[dict[str, Any]] = [
-        {"draft": "lookup"},
-        {"draft": "lowbit"},
-        {"draft": "exit", "bits": 8, "adaptive": True},
-        {"draft": "exit", "exit_layer": 1, "min_target_confidence": 0.2},
-        {"draft": "skip", "plan": DraftPlan(LayerPlan.skipping(session.model.num_layers, [1], []))},
-        {"draft": "model", "draft_model": "tiny-llama"},
-        {"draft": "auto"},
-    ]
-    for params in ({}, {"temperature": 0.9, "seed": 4, "top_p": 0.9}):
-        plain = session.write(PROMPT, draft="none", **params)
-        for way in ways:
-            sample = session.write(PROMPT, **way, **params)
-            assert sample.tokens == plain.tokens
-            assert sample.statistics.drafted > 0 or way["draft"] in ("lookup", "auto")

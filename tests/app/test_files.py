@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.files import (
+from app.common.files import (
     atomic_path,
     check_place,
     read_json,

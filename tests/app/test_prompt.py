@@ -1,7 +1,10 @@
-"""Prompts: a text, token ids or messages; variables of a chat template; and thinking parts."""
+"""Prompts: a text, token ids or messages; variables of a chat template; thinking parts. Structured
+output, as a user asks for it.
+"""
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,10 @@ import pytest
 import torch
 
 import generate
+from app.options import Options
+from app.prompt import encode_prompt
 from app.session import Session
+from decoding.grammar import GrammarConstraint
 from tests.commands import Run
 from tests.refusal import refusal
 from tests.serving import CHAT, chat_folder
@@ -18,6 +24,14 @@ from weights.tokenizer import Tokenizer
 HI = [{"role": "user", "content": "hi"}]
 SWITCH = '{"enable_thinking": false}'
 THINKING = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+PROMPT = "the hen and the"
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "maximum": 9}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
+JSON = r'\{"kind": "(cat|dog)", "legs": (-\d+|\d)\}'
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +68,6 @@ def test_a_variable_of_the_template_switches_thinking_off(
     command = ["hi", "-m", thinker, "--draft", "none", "-n", "2", "--json"]
     assert run(*command).result["prompt_tokens"] == thinking
     assert run(*command, "--chat-template-kwargs", SWITCH).result["prompt_tokens"] == wanted
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("{", "--chat-template-kwargs is no JSON"),
-        ("", "--chat-template-kwargs is empty"),
-        ({"x": {1}}, "--chat-template-kwargs is no JSON"),
-        ({"messages": []}, "multiple values for keyword argument 'messages'"),
-        (3, "--chat-template-kwargs must be a string"),
-    ],
-    ids=str,
-)
-def test_wrong_variables_are_refused(session: Session, value: Any, said: str) -> None:
-    assert said in refusal(session.write, "hi", chat_template_kwargs=value)
 
 
 def test_a_grammar_or_a_stop_that_begins_in_a_thinking_part_is_said(
@@ -111,3 +110,73 @@ def test_a_tokenizer_file_that_is_none_is_refused(thinker: Path, tmp_path: Path)
     """A FIFO would be waited for."""
     os.mkfifo(tmp_path / "tokenizer.json")
     assert "holds no tokenizer.json" in refusal(Tokenizer, tmp_path)
+
+
+# Structured output
+
+
+def test_the_command_line_writes_a_text_of_a_schema_an_expression_or_a_grammar(
+    chat_model: Path, tmp_path: Path, run: Run
+) -> None:
+    """A schema given itself, or in a file. This model's end of text is the letter q."""
+    asked = PROMPT, "--model", chat_model, "--draft", "exit", "--max-new-tokens", "64"
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=4))
+    (tmp_path / "g.lark").write_text('start: "x" /[0-9]{2}/ "y"')
+    for option, form, expected in (
+        ("--json-schema", json.dumps(SCHEMA), JSON),
+        ("--json-schema", str(tmp_path / "schema.json"), JSON),
+        ("--regex", "x[0-9]{2}y", "x[0-9]{2}y"),
+        ("--grammar", str(tmp_path / "g.lark"), "x[0-9]{2}y"),
+    ):
+        found = run(*asked, option, form)
+        assert found.status == 0 and re.fullmatch(f"{expected}q", found.out.strip())
+
+
+def test_a_schema_from_python_is_a_dictionary_too(chat_model: Path) -> None:
+    session = generate.load(str(chat_model), draft="lookup", max_new_tokens=64, json_schema=SCHEMA)
+    for sample in (session.write(PROMPT), session.write_all([PROMPT])[0], session.chat().say("hi")):
+        assert re.fullmatch(f"{JSON}q", sample.text)
+    assert session.write(PROMPT, regex="x[0-9]y").text[::2] == "xy"
+
+
+def test_the_model_is_told_the_schema_in_the_system_message(chat_model: Path) -> None:
+    tokenizer = Tokenizer(chat_model)
+    line = f"Answer in JSON that follows this schema: {json.dumps(SCHEMA)}"
+    pretty = json.dumps(SCHEMA, indent=2)
+
+    def decoded(**options: Any) -> str:
+        return tokenizer.decode(encode_prompt(tokenizer, "hi", Options(**options)))
+
+    assert decoded(json_schema=pretty) == decoded(system=line)
+    both = decoded(json_schema=pretty, system="be kind")
+    assert both == decoded(system=f"be kind\n{line}")
+    assert line not in decoded(json_schema=pretty, chat=False)
+
+
+def test_where_the_template_refuses_system_messages_the_first_message_tells_it(
+    chat_model: Path,
+) -> None:
+    tokenizer = Tokenizer(chat_model)
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer.chat_template = refusing + tokenizer.chat_template
+    told = encode_prompt(tokenizer, "hi", Options(json_schema="{}"))
+    line = "Answer in JSON that follows this schema: {}"
+    assert told == encode_prompt(tokenizer, f"hi\n{line}", Options())
+
+
+def test_a_dead_end_is_told_with_the_grammars_reason(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = generate.load(str(chat_model), draft="none", regex="[ab]{9}", max_new_tokens=9)
+    nothing = torch.zeros(session.config.vocab_size, dtype=torch.bool)
+    compute = GrammarConstraint._compute
+
+    def failing(self: GrammarConstraint, written: tuple[int, ...]) -> tuple[Any, str | None]:
+        return (
+            (nothing, "the regular expression: too many states")
+            if written
+            else compute(self, written)
+        )
+
+    monkeypatch.setattr(GrammarConstraint, "_compute", failing)
+    assert refusal(session.write, PROMPT) == "the regular expression: too many states"

@@ -21,7 +21,6 @@ from app.characters import Labels, visible
 from app.trace import LiveTrace
 from decoding.rounds import Round
 from tests.commands import Run
-from tests.folders import write_folder
 
 END = 9
 RED, GREEN, BLUE = 1, 2, 4  # as ANSI numbers them
@@ -123,7 +122,7 @@ def test_with_colour_green_and_blue_are_the_text_and_what_failed_is_struck_throu
         token for round in rounds for token in round.emitted
     ).replace("\n", "")
     failed = [len(round.drafted) - round.accepted for round in rounds]
-    assert any(style.color and style.color.number == RED for style, _ in runs) == any(failed)
+    assert any(style.strike for style, _ in runs) == any(failed)
     assert any(style.dim for style, _ in runs) == (max(failed) > 1)
 
 
@@ -194,29 +193,19 @@ def test_a_token_is_labelled_by_its_text_its_bytes_or_its_name() -> None:
     assert Labels(lambda token: b"", {})(12) == "#12"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and a plan."""
-    folder = tmp_path_factory.mktemp("models")
-    write_folder(folder / "model")
-    (folder / "plan.json").write_text('{"attn": [1], "mlp": [2]}')
-    return folder
-
-
 DRAFTS = {
     "lookup": "--ban a",
-    "skip": "--plan {}/plan.json --num-samples 3 --temperature 1 --seed 4",
     "exit": "--compare --num-samples 2 --temperature 1 --seed 3",
 }
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_every_draft_can_be_watched_without_changing_the_text(
-    draft: str, models: Path, run: Run
+    draft: str, chat_model: Path, run: Run
 ) -> None:
     """--trace writes to standard error beside --json; the objects are as without it."""
-    options = f"--model {models}/model --draft {draft} {DRAFTS[draft]} --json --max-new-tokens 12"
-    command = ["the hen and the", *options.format(models).split()]
+    options = f"--model {chat_model} --draft {draft} {DRAFTS[draft]} --json --max-new-tokens 12"
+    command = ["the hen and the", *options.split()]
     plain = run(*command)
     watched = run(*command, "--trace")
     tokens = [each["tokens"] for each in plain.objects]
@@ -225,7 +214,7 @@ def test_every_draft_can_be_watched_without_changing_the_text(
 
 
 def test_ctrl_c_keeps_what_was_there(
-    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Status 130, and the trace with its line of statistics."""
     production = session.speculate
@@ -235,5 +224,5 @@ def test_ctrl_c_keeps_what_was_there(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session, "speculate", interrupted)
-    ended = run("the hen", "--model", models / "model", "--draft", "none", "--trace")
+    ended = run("the hen", "--model", chat_model, "--draft", "none", "--trace")
     assert ended.status == 130 and "3 tokens in" in ended.err and "1.00 tokens a round" in ended.err

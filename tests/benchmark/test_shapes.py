@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.files import read_json
+from app.common.files import read_json
 from benchmark import __main__ as command
 from benchmark import rounds, shapes, timing
 from decoding.drafters import ModelDrafter

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from app.files import read_json
+from app.common.files import read_json
 from app.session import Session, load
 from benchmark.sections import SCHEMAS
 from search.texts import PROMPTS

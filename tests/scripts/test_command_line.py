@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import generate
-from app import device
+from app.common import device
 from tests.commands import Run
 from tests.folders import END, LLAMA, write_folder
 from tests.refusal import refusal
@@ -201,7 +201,7 @@ def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
 def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("app.session.load_model")
+    monkeypatch.delattr("app.loaded.load_model")
     whole = run("--model", model, "--dry-run")
     assert whole.status == 0 and re.fullmatch(
         r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, total: .+,"
@@ -283,7 +283,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
     chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the server's libraries are missing: one line says how to get them."""
-    monkeypatch.setattr("app.session.load_model", None)
+    monkeypatch.setattr("app.loaded.load_model", None)
     for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
         said = run("--serve", address, "--model", chat_model).complaint
         assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said

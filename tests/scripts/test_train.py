@@ -83,35 +83,29 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
 
 
 def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Weights and moments bit for bit, by AdamW and Muon; after a step that was not saved."""
+    """Weights and moments bit for bit, by AdamW and Muon. It speaks at once, is saved early, and
+    repeats a step that was not saved.
+    """
     assert train.main(arguments(data, tmp_path / "whole", muon_rate=0.02)) == 0
-    again = arguments(data, tmp_path / "killed", muon_rate=0.02)
-    with monkeypatch.context() as patch:
-        interrupted(patch, train, "backward", 4)
-        assert train.main(again) == 130
-    assert train.main(again) == 0
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"[reading {data}]" and second.startswith("[step 1 of 6: loss ")
+    killed = arguments(data, tmp_path / "killed", muon_rate=0.02)
+    for first_save, calls, saved in (-1.0, 2, 1), (train.FIRST_SAVE, 3, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "monotonic", lambda: 0.0)
+            patch.setattr(train, "FIRST_SAVE", first_save)
+            interrupted(patch, train, "backward", calls)
+            assert train.main(killed) == 130
+        assert state_of(tmp_path / "killed")["step"] == saved
+    assert train.main(killed) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
-    killed, whole = (
+    again, whole = (
         [part.get("state", part) for part in state_of(tmp_path / name)["parts"]]
         for name in ("killed", "whole")
     )
-    torch.testing.assert_close(killed, whole, rtol=0, atol=0)
-
-
-def test_a_run_speaks_at_once_is_saved_early_and_goes_on_from_there(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(train, "FIRST_SAVE", 0.0)
-    again = arguments(data, tmp_path / "run", save_every=100)
-    with monkeypatch.context() as patch:
-        interrupted(patch, train, "backward", 3)
-        assert train.main(again) == 130
-    first, second, *_ = capsys.readouterr().err.splitlines()
-    assert first == f"[reading {data}]" and second.startswith("[step 1 of 6: loss ")
-    assert state_of(tmp_path / "run")["step"] in (1, 2)
-    assert train.main(again) == 0
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
 
 
 def test_a_run_never_replaces_a_model_that_it_did_not_make(
@@ -120,22 +114,21 @@ def test_a_run_never_replaces_a_model_that_it_did_not_make(
     other = write_folder(tmp_path / "other", CONFIG, eos_ids=(263,))
     before = (other / "model.safetensors").read_bytes()
     for start in ({}, {"config": None, "start_from": other}):
-        assert train.main(arguments(data, other, **start)) == 2
-        assert "holds a model that train.py did not make" in one_line(capsys)
+        said = refusal_of(arguments(data, other, **start), capsys)
+        assert "holds a model that train.py did not make" in said
     assert (other / "model.safetensors").read_bytes() == before
 
 
 def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, capsys: Any) -> None:
-    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 0
-    assert train.main(arguments(data, tmp_path / "run", steps=1, learning_rate=0.5)) == 2
-    assert "holds a run with learning_rate " in one_line(capsys)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert train.main(arguments(data, tmp_path / "moved", steps=1, save_every=7)) == 0, (
-        "the run itself still goes on"
-    )
-    (tmp_path / "moved" / STATE).write_bytes(b"nonsense")
-    assert train.main(arguments(data, tmp_path / "moved", steps=1)) == 2
-    assert "is damaged" in one_line(capsys)
+    """But from another folder, and saved at other steps."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    assert train.main(arguments(data, run, steps=1)) == 0
+    said = refusal_of(arguments(data, run, steps=1, learning_rate=0.5), capsys)
+    assert "holds a run with learning_rate 0.002: give the same, or another --out" in said
+    run.rename(moved)
+    assert train.main(arguments(data, moved, steps=1, save_every=7)) == 0
+    (moved / STATE).write_bytes(b"nonsense")
+    assert "is damaged" in refusal_of(arguments(data, moved, steps=1), capsys)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
@@ -153,23 +146,20 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
     data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    assert train.main(arguments(data, out)) == 0
-    (out / "training" / "state.pt").rename(tmp_path / "kept")
     loss, factors = train.recipe_loss, chain([1] * 7, [math.nan], repeat(1))
     monkeypatch.setattr(train, "recipe_loss", lambda *inputs: loss(*inputs) * next(factors))
-    assert train.main(arguments(data, out)) == 2
-    assert one_line(capsys).startswith("error: the loss or its gradient is non-finite in step")
+    said = refusal_of(arguments(data, out), capsys)
+    assert "the loss or its gradient is non-finite in step 4: the last saved state is kept" in said
+    assert state_of(out)["step"] in (2, 3)
     assert all(tensor.isfinite().all() for tensor in state_of(out)["parts"][0].values())
-    assert load_model(out).num_layers == 3
 
 
-def one_line(capsys: Any) -> str:
-    """The last line said: the whole of an error, so no traceback and no message of several
-    lines.
-    """
-    said = capsys.readouterr().err
-    assert "Traceback" not in said and said.splitlines()[-1].startswith("error: ")
-    return said.splitlines()[-1]
+def refusal_of(command: list[str], capsys: Any) -> str:
+    """The last line that a refused command says: the whole of its error."""
+    assert status_of(train.main, command) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("error: ")
+    return last
 
 
 @pytest.mark.parametrize(
@@ -199,5 +189,5 @@ def test_wrong_input_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "same.jsonl").write_text('{"text": "One text."}\n' * 6000, encoding="utf-8")
     asked = arguments(data, **{"out": Path("deep/in/run"), **changed})
-    assert status_of(train.main, asked) == 2 and complaint in one_line(capsys)
+    assert complaint in refusal_of(asked, capsys)
     assert not (tmp_path / "deep" / "in" / "run" / "model.safetensors").exists()

@@ -1,5 +1,5 @@
-"""Corpus writer: the file; the command; the
-filter of stories, which ends them where they begin to repeat themselves.
+"""Corpus writer: the file; the command; the filter, which ends stories where they repeat
+themselves.
 """
 
 import json
@@ -194,7 +194,9 @@ FRESH = (
     "A fox found a red ball in the snow. She kicked it up the hill and it came down again, much too"
     " fast for her."
 )
-LOOP = " The ball rolled on and on. The ball rolled on and on. The ball rolled on and on."
+LONG = FRESH + " Then the two of them went home and had some soup."
+ONCE = " The ball rolled on and on."
+LOOP = 3 * ONCE
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=40))
@@ -206,24 +208,45 @@ def test_repetition_counts_the_sequences_of_four_words_that_were_there_before(
     assert repetition(" ".join(words)) == pytest.approx(again / len(sequences) if sequences else 0)
 
 
-def test_a_text_that_begins_to_repeat_itself_ends_before_it() -> None:
-    assert before_repetition(FRESH) == FRESH
-    kept = before_repetition(FRESH + LOOP)
-    assert kept == FRESH + " The ball rolled on and on." and repetition(kept) <= MOST_REPEATED
-    for text, whole in (
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (FRESH, FRESH),
+        (FRESH + LOOP, FRESH + ONCE),
         ('3.5 km. "No." And th', '3.5 km. "No."'),
-        ("One.", "One."),
         ("no end " * 9, ""),
-    ):
-        assert before_repetition(text) == whole
+    ],
+)
+def test_a_text_that_begins_to_repeat_itself_ends_before_it(text: str, kept: str) -> None:
+    assert before_repetition(text) == kept and repetition(kept) <= MOST_REPEATED
 
 
-def test_a_story_is_kept_that_is_about_its_prompt_long_enough_and_of_short_sentences() -> None:
-    long_enough = FRESH + " Then the two of them went home and had some soup."
-    for subjects in (["foxes", "ball"], ["fox", "king"], ["Snow"], []):
-        assert kept_story(long_enough, subjects) == long_enough
-    assert kept_story(long_enough + LOOP, ["fox"]) == long_enough + " The ball rolled on and on."
-    for subjects in (["king"], ["fox", "king", "boat"]):
-        assert kept_story(long_enough, subjects) == ""
-    assert kept_story(" ".join(words_of(long_enough)[:29]), []) == ""
-    assert kept_story(" ".join(words_of(long_enough)) + ".", []) == "", "one long sentence"
+@pytest.mark.parametrize(
+    ("text", "subjects", "kept"),
+    [
+        (LONG, ["foxes", "ball"], LONG),
+        (LONG, ["fox", "king"], LONG),
+        (LONG, ["Snow"], LONG),
+        (LONG, [], LONG),
+        (LONG + LOOP, ["fox"], LONG + ONCE),
+        (LONG, ["king"], ""),
+        (LONG, ["fox", "king", "boat"], ""),
+        (" ".join(LONG.split()[:29]) + ".", [], ""),
+        (" ".join(words_of(LONG)) + ".", [], ""),
+    ],
+    ids=[
+        "a form",
+        "half of them",
+        "a capital",
+        "none",
+        "loop",
+        "other",
+        "a third",
+        "short",
+        "long",
+    ],
+)
+def test_a_story_is_kept_that_is_about_its_prompt_long_enough_and_of_short_sentences(
+    text: str, subjects: list[str], kept: str
+) -> None:
+    assert kept_story(text, subjects) == kept

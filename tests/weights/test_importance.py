@@ -11,7 +11,7 @@ from model.decoder import Decoder
 from model.fast import accelerate
 from tests.calls import recorded
 from weights import importance as module
-from weights.importance import importance, importance_file, input_squares, linear_layers
+from weights.importance import importance_file, input_squares, linear_layers, set_importance
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured() -> Decoder:
     model = accelerate(load_model(FOLDER))
-    importance(model, TOKENIZER, FOLDER)
+    set_importance(model, TOKENIZER, FOLDER)
     return model
 
 
@@ -68,7 +68,7 @@ def test_a_second_start_reads_the_same_importance_on_every_model_object(
     content = file.read_bytes()
     file.write_bytes(damage(content))
     fast = accelerate(load_model(FOLDER))
-    importance(fast, TOKENIZER, FOLDER)
+    set_importance(fast, TOKENIZER, FOLDER)
     assert torch.equal(values(first), values(fast)) and file.read_bytes() == content
     said, is_damaged = capsys.readouterr().err, damage(content) != content
     assert (said.count("made anew"), said.count("measuring")) == (is_damaged, 1 + is_damaged)

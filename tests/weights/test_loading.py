@@ -17,26 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from app import plan_file
-from app.plan_file import DraftPlan, read_plan
 from model.errors import InputError
 from model.fast.four_bits import gpu_bits
 from model.parallel import Cut, Shard
-from model.plan import LayerPlan
-from tests.configs import LLAMA3_ROPE
+from tests.configs import FAMILIES, LLAMA3_ROPE, small
 from tests.folders import GEMMA2, LLAMA, random_state, write_folder
-from tests.laws import plans
 from tests.ranks import part_of
 from tests.refusal import line_of, refusal
 from weights import load
-from weights.load import (
-    STORED_DTYPES,
-    StoredTensor,
-    load_model,
-    model_fingerprint,
-    model_folder,
-    pick_dtype,
-)
+from weights.checkpoint import STORED_DTYPES, StoredTensor
+from weights.load import load_model, model_fingerprint, model_folder, pick_dtype, read_config
 from weights.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -165,6 +155,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "attention_bias": True},
     "gemma3_text": {**GEMMA2, "model_type": "gemma3_text"},
     "one key head": {**GEMMA2, "num_key_value_heads": 1, "vocab_size": 263},
+    "a tied head that differs": {**LLAMA, "tie_word_embeddings": True},
 }
 
 
@@ -172,18 +163,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_process_reads_its_shard_and_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    folder = write_folder(tmp_path, SHAPES[shape], dtype=torch.bfloat16)
+    stored = SHAPES[shape] | ({"tie_word_embeddings": False} if "differs" in shape else {})
+    state = random_state(stored, dtype=torch.bfloat16)
+    folder = write_folder(tmp_path, SHAPES[shape], state)
     whole, read_one = load_model(folder), StoredTensor.read
     read: dict[str, int] = {}
 
-    def counted(tensor: StoredTensor, cut: Cut) -> Tensor:
+    def counted(tensor: StoredTensor, cut: Cut = None) -> Tensor:
         found = read_one(tensor, cut)
         read[tensor.name.removeprefix("model.")] = found.numel()
         return found
 
     monkeypatch.setattr(StoredTensor, "read", counted)
     for rank in range(2):
-        shard = Shard(whole.config, rank, 2)
+        shard = Shard(read_config(folder), rank, 2)
         mine = dict(load_model(folder, shard=shard).named_parameters())
         assert mine.keys() == dict(whole.named_parameters()).keys()
         for name, parameter in whole.named_parameters():
@@ -223,9 +216,9 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
 def test_a_wrong_tensor_is_named(
     tmp_path: Path, change: dict[str, Tensor | None], said: list[str]
 ) -> None:
-    state = random_state(TIED) | change
+    state = random_state(SMALL) | change
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    message = refusal(load_model, write_folder(tmp_path, TIED, state), torch.float16)
+    message = refusal(load_model, write_folder(tmp_path, SMALL, state), torch.float16)
     assert all(part in message for part in said), message
 
 
@@ -234,36 +227,34 @@ def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
     file = write_folder(tmp_path, SMALL) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     assert "model.safetensors is not a whole safetensors file" in refusal(load_model, tmp_path)
-    file.rename(tmp_path / "pytorch_model.bin")  # a pickle, which is not opened
-    assert "holds no model.safetensors and no shards" in refusal(load_model, tmp_path)
 
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "said", "refused_by"),
     [
-        (
-            "model.safetensors",
-            "model.safetensors only points to a file that Git LFS keeps: run git lfs",
-        ),
-        ("tokenizer.json", "tokenizer.json only points to a file that Git LFS keeps: run git lfs"),
-        ("model-q4.gguf", "is in GGUF, the format of llama.cpp: give the original checkpoint"),
-        ("adapter_config.json", "is an adapter, not a model: merge it into its model"),
+        ("model.safetensors", "only points to a file that Git LFS keeps: run git", [load_model]),
+        ("tokenizer.json", "only points to a file that Git LFS keeps: run git lfs", [Tokenizer]),
+        # a pickle, which is not opened
+        ("pytorch_model.bin", "holds no model.safetensors and no shards of it", [load_model]),
+        ("model-q4.gguf", "is in GGUF, the format of llama.cpp", [load_model, model_folder]),
+        ("adapter_config.json", "is an adapter, not a model", [load_model, model_folder]),
     ],
 )
-def test_what_is_no_checkpoint_is_named(name: str, said: str, tmp_path: Path) -> None:
-    """With a config.json beside it or without one."""
+def test_what_is_no_checkpoint_is_named(
+    name: str, said: str, refused_by: list[Callable[[Any], Any]], tmp_path: Path
+) -> None:
+    """With a config.json beside it, or without one where a model is looked for."""
     write_folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     write_json(tmp_path, LFS_POINTER, name)
-    read = Tokenizer if name == "tokenizer.json" else load_model
-    assert said in refusal(read, tmp_path)
+    assert said in refusal(refused_by[0], tmp_path)
     (tmp_path / "config.json").unlink()
-    if "points" not in said:
-        assert said in refusal(model_folder, str(tmp_path))
-        assert said in refusal(model_folder, str(tmp_path / name))
+    for find in refused_by[1:]:
+        for path in (tmp_path, tmp_path / name):
+            assert said in refusal(find, str(path))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +276,7 @@ def test_a_name_that_is_no_folder_says_which_are(
     assert said in refusal(model_folder, name)
 
 
-# Plan files
+# Fingerprint
 
 
 def test_another_tensor_makes_another_fingerprint(tmp_path: Path) -> None:
@@ -299,88 +290,7 @@ def test_another_tensor_makes_another_fingerprint(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (
-            {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "dtype": "y"},
-            DraftPlan(LayerPlan.skipping(4, [1, 3], [2]), 5, 0.6),
-        ),
-        ({"mlp": [0]}, DraftPlan(LayerPlan.skipping(4, [], [0]))),
-        ({"bits": 4}, DraftPlan(LayerPlan((4, 4, 4, 4), (4, 4, 4, 4), 16))),
-        ({"attn": [], "window": 9}, DraftPlan(LayerPlan((16,) * 4, (16,) * 4, 16, 9))),
-        (
-            {"attn": [1], "bits": 8, "head_bits": 8},
-            DraftPlan(LayerPlan((8, 0, 8, 8), (8, 8, 8, 8), 8)),
-        ),
-        (
-            {"mlp": [0], "bits": {"attn": [4, 8, 16, 0], "mlp": [8, 4, 4, 16]}},
-            DraftPlan(LayerPlan((4, 8, 16, 0), (0, 4, 4, 16), 16)),
-        ),
-        (
-            {"bits": {"mlp": [4, 4, 4, 4]}},
-            DraftPlan(LayerPlan((16, 16, 16, 16), (4, 4, 4, 4), 16)),
-        ),
-    ],
-    ids=[
-        "skips, gamma and threshold",
-        "an MLP",
-        "bits",
-        "a window",
-        "and of the head",
-        "of each",
-        "of MLPs",
-    ],
-)
-def test_a_plan_file_is_read_with_all_it_says(
-    tmp_path: Path, value: Any, expected: DraftPlan
-) -> None:
-    assert read_plan(write_json(tmp_path, value, "plan.json") / "plan.json", 4) == expected
-
-
-@given(plan=plans(4))
-def test_a_plan_is_read_as_it_was_written(tmp_path_factory: Any, plan: LayerPlan) -> None:
-    path = tmp_path_factory.getbasetemp() / "written.json"
-    plan_file.write_plan(path, DraftPlan(plan, 3), "", {})
-    assert read_plan(path, 4) == DraftPlan(plan, 3)
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ({"bits": 5}, "bits must be 4, 8 or 16, found 5"),
-        ({"bits": 6}, "bits must be 4, 8 or 16, found 6"),
-        ({"bits": 0}, "bits must be 4, 8 or 16, found 0"),
-        ({"bits": False}, "found False"),
-        ({"bits": {"attn": [4, 4, 4]}}, "lists of 4 numbers of bits"),
-        ({"bits": {"attn": [4, 4, 4, True]}}, "lists of 4 numbers of bits"),
-        ({"bits": {"head": [4, 4, 4, 4]}}, "lists of 4 numbers of bits for attn and mlp"),
-        ({"bits": 4, "head_bits": 0}, "head_bits must be 4, 8 or 16, found 0"),
-        ({"attn": [1, 1]}, "different layers"),
-        ({"attn": [True]}, "attn must be a list of different layers from 0 to 3, found [True]"),
-        ({"attn": [1.0]}, "found [1.0]"),
-        ({"attn": [4], "mlp": []}, "from 0 to 3, found [4]"),
-        ({"attn": [], "mlp": [-1]}, "mlp must be a list of different layers"),
-        ({"attn": [[1]]}, "found [[1]]"),
-        ({"attn": 3}, "found 3"),
-        ({"attn": [], "window": 0}, "window must be a whole number of at least 1, found 0"),
-        ({"attn": [], "gamma": -1}, "gamma"),
-        ({"attn": [], "threshold": 1.1}, "threshold"),
-        ('{"attn": [], "threshold": NaN}', "threshold"),
-        ([1, 2], "one object"),
-        ({"attention": [1]}, "attn"),
-        ({"attn": [], "treshold": 0.6}, "the key 'treshold' is unknown"),
-        ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-    ],
-    ids=lambda value: f"{value!s:.40}",
-)
-def test_a_wrong_plan_file_is_refused_with_its_name(tmp_path: Path, value: Any, said: str) -> None:
-    message = refusal(read_plan, write_json(tmp_path, value, "plan.json") / "plan.json", 4)
-    assert said in message and "plan.json" in message
-
-
-# Fuzz: whatever the files hold, a loaded model or one line
+# Fuzz: whatever a config holds, a loaded model or one line
 
 
 JUNK = st.recursive(
@@ -410,44 +320,24 @@ JUNK = st.recursive(
     ),
     max_leaves=8,
 )
-FULL_LLAMA = SMALL | {
-    "rope_scaling": {
-        **LLAMA3_ROPE,
-        "rope_theta": 1e4,
-        "factor": 2.0,
-        "original_max_position_embeddings": 64,
-    },
+FIELDS = SIZES | {  # as many as any family reads
+    "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 64},
     "rope_parameters": None,
+    "rope_local_base_freq": 100.0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 30.0,
     "attention_bias": False,
     "mlp_bias": False,
     "quantization_config": None,
     "torch_dtype": "float32",
 }
-FULL_GEMMA2 = SMALL_GEMMA2 | {
-    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
-    "layer_types": ["sliding_attention", "full_attention"],
-    "final_logit_softcapping": 30.0,
-}
-FULL_GEMMA3 = SMALL_GEMMA2 | {
-    "model_type": "gemma3_text",
-    "rope_local_base_freq": 100.0,
-    "sliding_window_pattern": 2,
-}
-FULL_QWEN2 = SMALL | {
-    "model_type": "qwen2",
-    "sliding_window": 4,
-    "use_sliding_window": True,
-    "max_window_layers": 1,
-}
-
-
 FACTORS = st.sampled_from([-1, 0, 2, 3, 10**6, 10**12, 10**300])
 DROPPED = object()
 
 
 @st.composite
 def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
-    """A good JSON object of which some values, at any depth, were dropped, replaced or scaled."""
+    """A good JSON object with some values, at any depth, dropped, replaced or scaled."""
     value = good | draw(st.dictionaries(st.text(max_size=5), JUNK, max_size=1))
     for key in draw(st.lists(st.sampled_from([*good]), min_size=1, max_size=3)):
         ways = [JUNK, st.just(DROPPED)]
@@ -459,43 +349,26 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
     return {key: each for key, each in value.items() if each is not DROPPED}
 
 
-def read_or_refused(read: Callable[..., Any], *given: Any) -> Any:
-    """Return what is read, or None where an InputError of one line is raised."""
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_any_config_loads_or_is_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, family: str, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / family
+    good = small(family) | FIELDS
+    if not folder.exists():
+        assert load_model(write_folder(folder, good)).num_layers == 2
+    write_json(folder, data.draw(damaged(good)))
     try:
-        return read(*given)
+        assert all(each.device.type == "cpu" for each in load_model(folder).parameters())
     except InputError as error:
         line_of(error)
 
 
-@pytest.mark.parametrize(
-    "good",
-    [FULL_LLAMA, FULL_GEMMA2, FULL_GEMMA3, FULL_QWEN2],
-    ids=["llama", "gemma2", "gemma3", "qwen2"],
-)
-@settings(max_examples=80)
-@given(data=st.data())
-def test_any_config_loads_or_is_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, good: dict[str, Any], data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / good["model_type"]
-    if not folder.exists():
-        assert load_model(write_folder(folder, good)).num_layers == 2
-    write_json(folder, data.draw(damaged(good)))
-    model = read_or_refused(load_model, folder)
-    assert model is None or all(each.device.type == "cpu" for each in model.parameters())
+# What a device multiplies
 
-
-@settings(max_examples=150)
-@given(plan=damaged({"attn": [0, 2], "mlp": [1], "gamma": 4, "threshold": 0.5}) | JUNK)
-def test_any_plan_file_is_read_or_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, plan: Any
-) -> None:
-    path = write_json(tmp_path_factory.getbasetemp(), json.dumps(plan), "plan.json") / "plan.json"
-    read = read_or_refused(read_plan, path, 4)
-    assert read is None or (read.plan.num_layers == 4 and (read.gamma is None or read.gamma >= 0))
-
-
-T4, A100 = (7, 5), (8, 0)
+T4, A100 = (7, 5), (8, 0)  # their capabilities
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -22,6 +22,7 @@ from model.families import build
 from model.fast import accelerate
 from model.plan import LOW_BITS, LayerPlan
 from tests.configs import FAMILIES
+from tests.laws import prefilled
 from tests.oracle import configs
 from tests.peak import held_bytes, peak_bytes
 from tests.refusal import refusal
@@ -59,10 +60,9 @@ def decode(
     model = model.to(dtype).to_empty(device=CPU)
     for parameter in model.parameters():
         parameter.fill_(0.01)
-    cache = model.new_cache(positions)
-    model.prefill(torch.ones(1, prompt - 1, dtype=torch.int64), cache)
-    drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
     text, how = Text([1] * prompt, Rules(positions - prompt), model), FixedLength(gamma)
+    cache = prefilled(model, text.tokens, positions)
+    drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
     assert list(speculate(model, cache, text, drafter, how, params, SeededRandomness(0)))
 

@@ -1,6 +1,6 @@
 """Checkpoints travel both ways between this project and transformers."""
 
-import json
+import filecmp
 from unittest.mock import Mock
 
 import pytest
@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from app.files import read_json
+from app.common.files import read_json
 from model.fast import accelerate
 from tests.configs import FAMILIES, LLAMA3_ROPE, small
+from tests.folders import LLAMA, write_folder
 from tests.laws import random_model
 from tests.oracle import (
     VOCAB,
@@ -97,17 +98,12 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, 
 
 def test_the_tokenizer_and_the_ids_that_end_a_text_go_with_the_weights(tmp_path):
     """Those of another folder, and then of this one."""
-    source, folder = tmp_path / "source", tmp_path / "saved"
-    source.mkdir()
-    (source / "config.json").write_text(
-        json.dumps({"eos_token_id": [7, 9], "bos_token_id": 3, "hidden_size": 99})
-    )
-    (source / "tokenizer.json").write_text("{}")
+    ids = {"eos_token_id": [7, 9], "bos_token_id": 3}
+    source, folder = write_folder(tmp_path / "source", LLAMA | ids), tmp_path / "saved"
+    files = {path.name for path in source.iterdir()}
     (source / "notes.txt").write_text("not the tokenizer's")
-    kept = {"eos_token_id": [7, 9], "bos_token_id": 3, "hidden_size": 16}
     for taken_from in (source, folder):
         save_model(random_model(raw_config("llama")), folder, tokenizer_from=taken_from)
-        assert kept.items() <= json.loads((folder / "config.json").read_text()).items()
-        assert (folder / "tokenizer.json").read_text() == "{}"
-        names = {path.name for path in folder.iterdir()}
-        assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+        assert (ids | {"hidden_size": 16}).items() <= read_json(folder / "config.json").items()
+        assert {path.name for path in folder.iterdir()} == files
+        assert filecmp.cmp(folder / "tokenizer.json", source / "tokenizer.json", shallow=False)

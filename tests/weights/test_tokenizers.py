@@ -4,7 +4,7 @@ a user types.
 
 import io
 import json
-import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from tokenizers import (
 from tokenizers import Tokenizer as Library
 from transformers.tokenization_utils_base import generate_merges
 
+from app.common.files import read_optional_json
 from tests.refusal import refusal
+from training.text import train_tokenizer
 from weights.fetch import fetch
 from weights.tokenizer import Tokenizer
 
@@ -62,17 +64,15 @@ def write(folder: Path, **settings_: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
 
 
-def sentencepiece_model(
-    model_type: str = "bpe", corpus: list[str] = CORPUS, byte_fallback: bool = True, **options: Any
-) -> bytes:
+def sentencepiece_model(model_type: str = "bpe", **options: Any) -> bytes:
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(corpus),
+        sentence_iterator=iter(CORPUS),
         model_writer=out,
         model_type=model_type,
         vocab_size=420,
         hard_vocab_limit=False,
-        byte_fallback=byte_fallback,
+        byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,
@@ -100,16 +100,6 @@ def gemma_model() -> bytes:
         add_dummy_prefix=False,
         user_defined_symbols=[*GEMMA_CONTROL, "\n\n", "▁▁", "<b>"],
     )
-
-
-def file_of(model: Any, trainer: Any, decoder: Any) -> bytes:
-    """A tokenizer.json of another kind, trained on the corpus."""
-    library = Library(model)
-    library.pre_tokenizer = pre_tokenizers.Whitespace()
-    library.train_from_iterator(CORPUS, trainer)
-    if decoder is not None:
-        library.decoder = decoder
-    return library.to_str().encode()
 
 
 def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -254,11 +244,15 @@ KINDS = {
     "llama-3": llama_3,
     "phi-3": phi_3,
     "smollm2": lambda folder: copy_of(fetch(), folder),
+    "of train.py": lambda folder: train_tokenizer(CORPUS, 300, folder),
 }
 SENTENCEPIECE_TWIN = {
     "llama-2, sentencepiece": "llama-2, json",
     "gemma, sentencepiece": "gemma, json",
 }
+WORD_ENDS = {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []}
+OF_WORD_ENDS = {"model": WORD_ENDS, "decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
+KINDS_OF_DECODER = "its decoder is neither byte-level nor that of sentencepiece"
 every_kind = pytest.mark.parametrize("kind", KINDS, scope="module")
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -288,9 +282,15 @@ def tokenizer(folders: dict[str, Path], kind: str) -> Tokenizer:
 
 
 @pytest.fixture
-def settings_of_copy(folders: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
-    """The settings of a copy of one tokenizer in ``tmp_path``."""
-    return copy_of(folders["llama-3"], tmp_path)
+def changed(folders: dict[str, Path], tmp_path: Path) -> Callable[..., Tokenizer]:
+    """Read a copy of one tokenizer in ``tmp_path``, with some settings changed."""
+    settings_ = copy_of(folders["llama-3"], tmp_path)
+
+    def read(**changes: Any) -> Tokenizer:
+        write(tmp_path, **settings_ | changes)
+        return Tokenizer(tmp_path)
+
+    return read
 
 
 @pytest.fixture(scope="module")
@@ -448,22 +448,19 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
         (r"{{ '\ud800' }}", "chat template fails: "),  # half a character
     ],
 )
-def test_a_template_that_fails_is_one_line(settings_of_copy, tmp_path, template, message):
-    write(tmp_path, **settings_of_copy | {"chat_template": template})
-    assert message in refusal(Tokenizer(tmp_path).encode_chat, [USER])
+def test_a_template_that_fails_is_one_line(changed, template, message):
+    assert message in refusal(changed(chat_template=template).encode_chat, [USER])
 
 
-def test_a_variable_of_the_template_is_text(settings_of_copy, tmp_path):
+def test_a_variable_of_the_template_is_text(changed):
     """Also the name of a control token in it, at any depth."""
-    template = "{{ tone[0].kind }}{{ messages[0].content }}"
-    write(tmp_path, **settings_of_copy | {"chat_template": template})
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = changed(chat_template="{{ tone[0].kind }}{{ messages[0].content }}")
     name, *_ = tokenizer.special
     ids = tokenizer.encode_chat([USER], variables={"tone": [{"kind": name}]})
     assert tokenizer.special[name] not in ids and tokenizer.decode(ids).startswith(name)
 
 
-def test_marks_of_answers_for_training_change_nothing(settings_of_copy, tmp_path):
+def test_marks_of_answers_for_training_change_nothing(changed):
     """Neither the text between them nor the blanks around them; a name set within ends there."""
     marked = (
         "{% set x = 'a' %}{% for message in messages %}{{ message.role }}\n"
@@ -471,20 +468,17 @@ def test_marks_of_answers_for_training_change_nothing(settings_of_copy, tmp_path
         "{% endfor %}"
     )
     plain = marked.replace("generation", "if true").replace("endif true", "endif")
-    ids = []
-    for template in (marked, plain.replace("set x = 'b'", "set y = 'b'")):
-        write(tmp_path, **settings_of_copy | {"chat_template": template})
-        ids.append(Tokenizer(tmp_path).encode_chat([USER]))
-    assert ids[0] == ids[1]
+    templates = marked, plain.replace("set x = 'b'", "set y = 'b'")
+    found, wanted = (changed(chat_template=each).encode_chat([USER]) for each in templates)
+    assert found == wanted
 
 
-def test_the_template_beside_the_settings_and_the_default_of_several(settings_of_copy, tmp_path):
+def test_the_template_beside_the_settings_and_the_default_of_several(changed, tmp_path):
     several = [
         {"name": "tool_use", "template": "x"},
         {"name": "default", "template": "{{ messages[0].content }}!"},
     ]
-    write(tmp_path, **settings_of_copy | {"chat_template": several})
-    first = Tokenizer(tmp_path)
+    first = changed(chat_template=several)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
     both = first, Tokenizer(tmp_path)
     assert [each.decode(each.encode_chat([USER])) for each in both] == ["a!", "a?"]
@@ -506,13 +500,11 @@ def test_the_template_beside_the_settings_and_the_default_of_several(settings_of
         ({}, {"<|eot_id|>"}),
     ],
 )
-def test_a_text_ends_at_every_id_that_the_folder_names(
-    settings_of_copy, tmp_path, files, expected, capsys
-):
+def test_a_text_ends_at_every_id_that_the_folder_names(changed, tmp_path, files, expected, capsys):
     """A line says so where the template's end of turn is none of them."""
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = changed()
     assert tokenizer.eos_ids == {tokenizer.special.get(end, end) for end in expected}
     said = f"add {tokenizer.special['<|eot_id|>']} to eos_token_id in its generation_config.json"
     assert (said in capsys.readouterr().err) == ("<|eot_id|>" not in expected)
@@ -543,77 +535,25 @@ def test_tokens_that_the_settings_add_or_list_are_control_tokens(
     assert name == "<|im_end|>" or number in tokenizer.encode(f"a{name}c")
 
 
-def test_control_tokens_of_sentencepiece_are_no_text_where_its_alphabet_lacks_their_letters(
-    tmp_path,
-):
-    corpus = [re.sub("[</s>]", "", each) for each in CORPUS]
-    model = sentencepiece_model(corpus=corpus, byte_fallback=False)
-    (tmp_path / "tokenizer.model").write_bytes(model)
-    tokenizer = Tokenizer(tmp_path)
-    end = tokenizer.special["</s>"]
-    assert tokenizer.token_bytes(end) == b"" and end not in tokenizer.encode("a</s>")
-    assert tokenizer.encode("a</s>", find_names=True)[-1] == end
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "content", "message"),
-    [
-        (
-            "llama-3",
-            "tokenizer.json",
-            b'{"decoder": null}',
-            "tokenizer.json is not a tokenizer that can be read",
-        ),
-        ("llama-3", "tokenizer.json", b'{"version": ', "not a tokenizer that can be read"),
-        (
-            "llama-3",
-            "tokenizer_config.json",
-            b"[]",
-            "tokenizer_config.json must hold one JSON object",
-        ),
-        ("llama-3", "chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
-        (
-            "llama-2, sentencepiece",
-            "tokenizer.model",
-            b"garbage",
-            "tokenizer.model is not a tokenizer",
-        ),
-        (
-            "llama-2, sentencepiece",
-            "tokenizer.model",
-            sentencepiece_model("unigram"),
-            "tokenizer.model is no byte-pair encoding",
-        ),
-        ("llama-3", "tokenizer.json", None, "holds no tokenizer.json and no tokenizer.model"),
-        *(
-            ("llama-3", "tokenizer.json", file_of(*parts), "its decoder is neither")
-            for parts in (
-                (
-                    models.BPE(end_of_word_suffix="</w>"),
-                    trainers.BpeTrainer(end_of_word_suffix="</w>", show_progress=False),
-                    decoders.BPEDecoder(),
-                ),
-                (
-                    models.WordPiece(unk_token="[UNK]"),
-                    trainers.WordPieceTrainer(special_tokens=["[UNK]"], show_progress=False),
-                    decoders.WordPiece(),
-                ),
-                (models.BPE(), trainers.BpeTrainer(show_progress=False), None),
-            )
-        ),
-    ],
-)
-def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
-    copy_of(folders[kind], tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert message in refusal(Tokenizer, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("tokenizer.json", None, "holds no tokenizer.json and no tokenizer.model"),
+        ("tokenizer.json", b'{"version": ', "tokenizer.json is not a tokenizer that can be read"),
+        ("tokenizer.json", OF_WORD_ENDS, KINDS_OF_DECODER),
+        (
+            "tokenizer.json",
+            {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+            KINDS_OF_DECODER,
+        ),
+        ("tokenizer.json", {"decoder": None}, KINDS_OF_DECODER),
+        (
+            "tokenizer.json",
+            {"model": {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []}},
+            "not a tokenizer that can be read: its largest token id is 4000000000",
+        ),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json must hold one JSON object"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
         *(
             (
                 name,
@@ -647,8 +587,25 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     ],
     ids=str,
 )
-def test_a_side_file_with_wrong_values_is_one_line(
-    settings_of_copy, tmp_path, name, content, message
-):
-    (tmp_path / name).write_text(json.dumps(settings_of_copy | content))
+def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, name, content, message):
+    """An absent one, one of other bytes, or one with other fields."""
+    copy_of(folders["llama-3"], tmp_path)
+    path = tmp_path / name
+    if isinstance(content, dict):
+        content = json.dumps(read_optional_json(path) | content).encode()
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    assert message in refusal(Tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"garbage", "tokenizer.model is not a tokenizer that can be read"),
+        (sentencepiece_model("unigram"), "tokenizer.model is no byte-pair encoding"),
+    ],
+)
+def test_a_sentencepiece_file_of_another_kind_is_refused(tmp_path, content, message):
+    (tmp_path / "tokenizer.model").write_bytes(content)
     assert message in refusal(Tokenizer, tmp_path)

@@ -5,7 +5,7 @@ and "response" per line.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.start import start
+    from app.common.start import start
 
     start()
 
@@ -16,11 +16,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from app.command_line import say
-from app.device import keep_freed_memory
-from app.files import read_json_lines, write_text
+from app.common.command_line import say
+from app.common.device import keep_freed_memory
+from app.common.files import read_json_lines, write_text
+from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.options import Options
-from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.session import Session
 from model.errors import InputError, explaining
 from training.corpus.stories import kept_story, story_request
@@ -33,7 +33,7 @@ DISTINCT_CHARACTERS = 200
 
 
 def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path: Path) -> None:
-    """Add those of ``more`` whose "response" begins otherwise than all before, and write the file,
+    """Add the stories of ``more`` whose "response" begins like none before, and write the file
     atomically.
     """
     for story in more:
@@ -42,11 +42,11 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
 
 
 def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[dict[str, str]]:
-    """Yield the stories worth learning, of ``rows`` that the model writes: each a "prompt" and a
+    """Let the model write ``rows`` stories, and yield those worth learning: each a "prompt" and a
     "response".
 
-    A request is a turn of a chat or, without a chat template, plain text. The model continues its
-    opening.
+    A request is a turn of a chat or, without a chat template, plain text. The model continues an
+    opening of the story.
     """
     tokenizer = session.tokenizer
     options = session.options.merged({"seed": rng.getrandbits(63)})
@@ -58,7 +58,7 @@ def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[d
             ids = session.encode(prompt, narrated)
         except InputError:  # no template, or one that refuses a system message
             ids = session.encode(prompt, options)
-        begun = session.fitting(ids + tokenizer.encode_parts(opening))
+        begun = ids + tokenizer.encode_parts(opening)
         samples.append(session.begin(begun, options, number))
     session.finish_all(samples)
     for (prompt, opening, subjects), sample in zip(requests, samples, strict=True):

@@ -1,8 +1,7 @@
 """Children's stories: requests for them, and a filter of written ones.
 
-Forms in ``templates.json`` that state a length get stories with an end. Without one a small model
-writes until it repeats itself. Openings are beginnings for the model to continue: so each story
-names its subject in its first words.
+Most forms of ``templates.json`` state a length: without one a small model writes until it repeats
+itself. The model continues an opening, so that a story names its subject in its first words.
 """
 
 import json
@@ -23,10 +22,10 @@ SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
 
 
 def story_request(rng: random.Random) -> tuple[str, str, list[str]]:
-    """Return a prompt, the opening of its story, and the subjects that this should name: the last
-    word of each blank.
+    """Return a prompt, the opening of its story, and the subjects that the story should name.
 
-    Forms of prompt and opening are random, and filled with the same random words.
+    Prompt and opening are random forms, with blanks filled by the same random words. A subject is
+    the last word in a blank of the prompt.
     """
     form = rng.choice(TEMPLATES["form"])
     blanks = {

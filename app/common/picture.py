@@ -7,7 +7,7 @@ from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from app.files import atomic_path
+from app.common.files import atomic_path
 
 INK = "#22242a"
 MUTED = "#5d636e"

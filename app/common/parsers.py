@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from app.command_line import run_command
+from app.common.command_line import run_command
 
 # Arguments of argparse's ``add_argument`` for options of several commands
 FLAG = {"action": "store_true", "default": False}

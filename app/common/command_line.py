@@ -52,7 +52,8 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
             raise
         status = 0  # rich's status when the output is a closed pipe
     except OSError as error:
-        name = "standard output" if error.filename is None else error.filename
+        # of a stream or a socket there is no name
+        name = "a file or a stream" if error.filename is None else error.filename
         # an InputError shows line breaks of a file's name as spaces
         failure = InputError(f"{name} cannot be read or written: {error.strerror or error}")
         complaint = f"error: {failure}"

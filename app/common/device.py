@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from app.command_line import say
+from app.common.command_line import say
 from model.errors import InputError
 
 NVIDIA = Path("/proc/driver/nvidia/version")  # of a driver that is loaded

@@ -1,0 +1,152 @@
+"""A loaded model: a checkpoint's config, tokenizer and weights, as the options of the model ask.
+
+It says what memory it takes, and makes low-bit copies for drafts. Knows nothing of texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from app.characters import Labels
+from app.common.command_line import say
+from app.common.device import pick_device
+from app.options import Options
+from app.plan_file import LONGEST_DRAFT, optional_plans, plan_for, rounding_seconds
+from app.prompt import check_ids
+from model.decoder import Decoder
+from model.plan import LayerPlan
+from weights.importance import set_importance
+from weights.load import load_model, model_folder, pick_dtype, read_config, shown_name
+from weights.memory import Memory, check_fits, estimate, low_bit_bytes
+from weights.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from decoding.grammar import Vocabulary
+
+# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
+CONTEXT = 8192
+NOTICED = 0.5  # seconds: copies that take less are made without a line
+
+
+class LoadedModel:
+    """Model with its tokenizer. The weights are loaded when they are first used."""
+
+    def __init__(self, options: Options, model: Decoder | None = None) -> None:
+        """``model`` is a loaded one, by default that of the options. Raises InputError."""
+        self.options = options
+        self.folder = model_folder(options.model, options.revision)
+        self.name = shown_name(self.folder)
+        self.device = pick_device(options.device)
+        self.config = read_config(self.folder)
+        self.local_config = self.config  # of the weights in this process
+        self.dtype = pick_dtype(options.dtype, self.folder, self.device)
+        self.tokenizer = Tokenizer(self.folder)
+        self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
+        self.draft_models: dict[str, Decoder] = {}
+        self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows
+        if model is not None:
+            self.model = model
+
+    @cached_property
+    def model(self) -> Decoder:
+        """The model, loaded and prepared."""
+        return self.load(self.folder)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The model's tokens, as grammars read them."""
+        from decoding.grammar import Vocabulary
+
+        tokens = [self.tokenizer.token_bytes(token) for token in range(self.config.vocab_size)]
+        return Vocabulary(tokens, self.tokenizer.eos_ids, self.tokenizer.encode_continuation)
+
+    @property
+    def context(self) -> int:
+        """Most positions of any text: --context, at most the model's."""
+        return min(self.options.context or math.inf, self.config.max_positions)
+
+    def capacity(self, ids: Sequence[int] = ()) -> int:
+        """Return the positions of a cache: for a prompt and its output or, where texts are not
+        known yet, for the context, of at most ``CONTEXT`` unless --context is given.
+
+        Raises InputError for ids that the model does not have, and for too many.
+        """
+        if ids:
+            check_ids(ids, self.config, self.context)
+        wanted = len(ids) + self.options.max_new_tokens if ids else self.options.context or CONTEXT
+        return min(wanted, self.context)
+
+    def memory(self, positions: int, prompt: int = 0) -> Memory:
+        """Return the memory that texts of up to ``positions`` tokens take.
+
+        The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
+        Raises InputError for a draft model or a plan that cannot be read.
+        """
+        options = self.options
+        chosen = plan_for(options, self.folder, self.config.num_layers)
+        of_draft = options.draft_model and read_config(model_folder(options.draft_model))
+        return estimate(
+            self.local_config,
+            dtype=self.dtype,
+            positions=positions,
+            prompt=prompt,
+            draft_config=of_draft,
+            longest_draft=LONGEST_DRAFT if options.gamma is None else options.gamma,
+            plan=chosen.plan if chosen and options.draft != "auto" else None,
+            fast_on=self.device,
+        )
+
+    def check_memory(self, ids: Sequence[int] = ()) -> str:
+        """Return a line of needed and free memory. Raises InputError with it where that is too
+        small.
+        """
+        copies = 0
+        if self.options.draft == "auto":
+            plans = optional_plans(self.options, self.folder, self.config.num_layers)
+            copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
+        memory = self.memory(self.capacity(ids), len(ids))
+        return check_fits(memory, self.device, optional_copies=copies)
+
+    def prepare(self, plan: LayerPlan) -> None:
+        """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how
+        long that takes, or that it gains nothing.
+        """
+        copies = replace(plan, window=None)  # a window changes none
+        if copies in self.prepared:
+            return
+        if copies.has_low_bits and not self.model.abilities.low_bits:
+            where = f"{self.model.dtype} on {self.device.type}"
+            say(f"drafts in low bits are no faster here: there are no kernels for {where}")
+        elif copies.has_low_bits:
+            seconds = rounding_seconds(self.config, copies)
+            if self.device.type == "cpu" and seconds > NOTICED:
+                say(f"rounding weights for drafts takes about {seconds:.1f} s")
+            set_importance(self.model, self.tokenizer, self.folder)
+        self.model.prepare(copies)
+        self.prepared.add(copies)
+
+    def load(self, folder: Path) -> Decoder:
+        """Return a model with fast steps, as the options ask for."""
+        return accelerated(load_model(folder, self.dtype, self.device), self.options)
+
+
+def accelerated(model: Decoder, options: Options) -> Decoder:
+    """Return the model with fast steps, where ``model.fast`` is there and has any."""
+    if options.no_compile:
+        if model.device.type == "cuda":
+            torch.compiler.set_stance("force_eager")  # of sampling too
+        return model
+    with suppress(ModuleNotFoundError):
+        from model.fast import accelerate
+
+        return accelerate(model)
+    say("steps are the readable blocks', several times slower: model/fast is not there")
+    return model

@@ -1,0 +1,157 @@
+"""A text that is being written, and the cache that it is written on.
+
+Knows nothing of drafts, nor of how a text is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from reprlib import repr as shortened
+from typing import TYPE_CHECKING
+
+import torch
+
+from app.characters import TextStream
+from decoding.model_port import Model
+from decoding.rounds import Round, Statistics, common_prefix
+from decoding.text import Text
+from decoding.verify import Rule
+from model.cache import KVCache
+from model.decoder import PREFILL_CHUNK
+
+if TYPE_CHECKING:
+    from app.options import Options
+    from decoding.grammar import GrammarConstraint
+
+
+@dataclass
+class Sample:
+    """A text that is being written or is finished, as its ``options`` ask.
+
+    ``grammar`` constrains it, if any. ``draft`` is the name of the draft; ``is_plain``: nothing can
+    be drafted. ``prompt_seconds`` is the time in which the prompt was read, and ``wait`` the time
+    from the call to the first round: more, where copies for drafts were made. ``timeline`` has each
+    round with the seconds of decoding so far. ``continues``: the text goes on with whatever its
+    cache holds, as a conversation does. ``trouble`` says why steps fell back to the readable
+    blocks, if so.
+    """
+
+    source: Text
+    options: Options
+    rule: Rule
+    grammar: GrammarConstraint | None = None
+    draft: str = ""
+    is_plain: bool = False
+    prompt_seconds: float = 0.0
+    wait: float = 0.0
+    timeline: list[tuple[Round, float]] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+    continues: bool = False
+    trouble: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
+
+    @property
+    def text(self) -> str:
+        """The output, up to the stop string; bytes that are no UTF-8 become U+FFFD."""
+        return self.source.written
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the output, including the token that ended it."""
+        return self.source.generated
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of the prompt's tokens."""
+        return self.source.prompt_length
+
+    @property
+    def finish(self) -> str:
+        """Why the text ended: "eos", "stop", "length", or "interrupted"."""
+        return self.source.finish or "interrupted"
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds in which the text was written."""
+        return [round for round, _ in self.timeline]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the end of the prompt to the last token, without those that the reader of a
+        stream took between two rounds.
+        """
+        return self.timeline[-1][1] if self.timeline else 0.0
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Seconds from the call to the first token, the reading of the prompt included."""
+        return self.wait + self.timeline[0][1] if self.timeline else 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of decoding."""
+        return self.statistics.tokens / self.seconds if self.seconds else 0.0
+
+
+def pieces(sample: Sample, rounds: Iterator[Round]) -> Iterator[str]:
+    """Yield the pieces of a text as its rounds write them."""
+    stream = TextStream(sample.source)
+    for _ in rounds:
+        if piece := stream.pull():
+            yield piece
+
+
+@dataclass
+class Slot:
+    """KV cache for one text at a time (llama.cpp's name), the ``text`` that is written on it, and
+    the tokens whose entries it holds.
+
+    The first ``in_chunks`` of them were read in the chunks of a whole prompt. ``draft_caches`` are
+    those of draft models, by name.
+    """
+
+    cache: KVCache
+    text: Text | None = None
+    tokens: list[int] = field(default_factory=list)
+    in_chunks: int = 0
+    draft_caches: dict[str, KVCache] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def read(self, sample: Sample, target: Model) -> None:
+        """Read the prompt of a text, all but its last token, from the first token on that the cache
+        does not hold.
+
+        A text that ``continues`` goes on behind entries of short steps, which round otherwise than
+        the chunks of a prompt, so it may differ in rounding from one whose prompt is read anew.
+        """
+        prompt = sample.source.tokens[:-1]
+        start = self._keep(prompt, exactly=not sample.continues)
+        if unread := prompt[start:]:
+            target.prefill(torch.tensor([unread], device=target.device), self.cache, start)
+            if start == self.in_chunks and start % PREFILL_CHUNK == 0:
+                self.in_chunks = len(prompt)
+        self.tokens = prompt
+
+    def _keep(self, tokens: list[int], exactly: bool) -> int:
+        """Forget all entries but those of the longest common prefix with ``tokens``; return its
+        length.
+
+        ``exactly``: keep only entries that a fresh reading of ``tokens`` would have, bit for bit.
+        These are whole chunks, since rows are rounded together, or those of all tokens.
+        """
+        length = common_prefix(self.tokens[: self.cache.length], tokens)
+        if exactly and not length == self.in_chunks == len(tokens):
+            length = min(length, self.in_chunks) // PREFILL_CHUNK * PREFILL_CHUNK
+        self.tokens = self.tokens[:length]  # now: Ctrl-C may end the reading
+        self.in_chunks = min(self.in_chunks, length)
+        self.cache.truncate(length)
+        return length
+
+    def copy_from(self, other: Slot) -> None:
+        """Hold the entries of another slot, into whose cache a prompt was just read."""
+        self.cache.copy_from(other.cache, len(other.tokens))
+        self.tokens = other.tokens
+        self.in_chunks = other.in_chunks

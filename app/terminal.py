@@ -1,0 +1,98 @@
+"""Conversations at a terminal: a line from the user is followed by the model's answer, and again.
+
+Ctrl-C ends an answer; at the prompt it ends the conversation.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from select import select
+
+from app.common.command_line import say
+from app.output import statistics_line, view
+from app.session import Session
+from model.errors import InputError
+
+PASTED = 0.05  # seconds after a line, in which the next one can only be pasted
+HELP = """/draft KIND: draft by auto, none, lookup, lowbit ...   /trace: show drafts, or no longer
+/stats: numbers of the last answer   /forget: forget the oldest turn   /reset: begin anew   /quit"""
+
+
+class Terminal:
+    """A conversation at a terminal, whose options its commands change."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.shows_trace = session.options.trace
+        self.chat = session.chat()
+
+    def obey(self, line: str) -> None:
+        """Run the command of a line that begins with "/". Raises InputError."""
+        command, _, argument = line.partition(" ")
+        options = self.chat.options
+        match command:
+            case "/reset":
+                self.chat = self.session.chat(**options)
+            case "/forget":
+                self.chat.forget()
+            case "/trace":
+                self.shows_trace = not self.shows_trace
+            case "/stats":
+                sample = self.chat.sample
+                say(statistics_line(sample) if sample else "nothing is written yet")
+            case "/draft":
+                chosen = options | {"draft": argument.strip()}
+                self.session.merged(chosen)  # checks it
+                self.chat.options = chosen
+                say(f"draft: {chosen['draft']}")
+            case "/help":
+                print(HELP, file=sys.stderr)
+            case _:
+                raise InputError(f"unknown command {command}: /help lists the commands")
+
+    def answer(self, line: str) -> None:
+        """Print the model's answer while it is written, or its trace."""
+        rounds = self.chat.rounds(line)
+        labels = self.session.labels if self.shows_trace else None
+        with view(self.chat.sample.source, labels, sys.stdout) as show:
+            for round in rounds:
+                show(round)
+
+
+def turns() -> Iterator[str]:
+    """Yield the user's lines, without empty ones, until /quit, the end of input or Ctrl-C.
+
+    Lines that a terminal has at once are pasted: they are one turn.
+    """
+    is_terminal = sys.stdin.isatty()
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            lines = [input("> " if is_terminal else "")]
+            while is_terminal and select([sys.stdin], [], [], PASTED)[0]:
+                lines.append(input())
+            turn = "\n".join(lines).strip()
+            if turn == "/quit":
+                return
+            if turn:
+                yield turn
+
+
+def converse(session: Session) -> None:
+    """Hold a conversation until the user ends it. Raises InputError without a chat template."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives ``input`` its history and editing
+    if session.tokenizer.chat_template is None:
+        raise InputError("--interactive needs a model with a chat template")
+    session.check_memory()
+    terminal = Terminal(session)
+    say("a conversation: /help lists the commands, Ctrl-C ends an answer")
+    for line in turns():
+        try:
+            if line.startswith("/"):
+                terminal.obey(line)
+            else:
+                terminal.answer(line)
+        except InputError as error:
+            say(f"{error}")
+        except KeyboardInterrupt:
+            say("ended; Ctrl-C at the prompt ends the conversation")

@@ -1,0 +1,84 @@
+"""Chat templates: the text of a conversation, by the Jinja template of a model.
+
+A template finds the variables, filters and tags that transformers gives it. Knows nothing of token
+ids.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+
+from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from model.errors import InputError, explaining
+
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+# a tag around an answer, which marks it for training
+GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
+
+
+def default_template(template: Any) -> str | None:
+    """Return the template for plain chat: the only one, or of several by name the default."""
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    return None if template is None else as_text(template)
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, str]],
+    names: Mapping[str, str],
+    variables: Mapping[str, Any] = NO_VARIABLES,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Return the text of a conversation, with ``names`` of control tokens by role.
+
+    ``variables`` are more of the template's, such as "enable_thinking". Raises InputError if the
+    template fails, refuses the conversation or does not read a variable.
+    """
+
+    def refuse(message: str) -> None:
+        raise InputError(f"the model's chat template refuses this conversation: {message}")
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    source = GENERATION_TAG.sub(r"\1with\2", template)  # both are a scope
+    # a template can raise any error
+    with explaining("the model's chat template fails", (Exception,)):
+        for name in variables.keys() - find_undeclared_variables(environment.parse(source)):
+            raise InputError(
+                f"the chat template has no variable {name!r:.80}", "chat_template_kwargs"
+            )
+        return as_text(
+            environment.from_string(source).render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                raise_exception=refuse,
+                strftime_now=lambda form: datetime.now().strftime(form),
+                **names,
+                **variables,
+            )
+        )
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+    """Return JSON, as the filter of transformers does: Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
+
+
+def as_text(value: Any) -> str:
+    """Return the value. Raises TypeError or ValueError unless it is a text of whole characters."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text is wanted, found {value!r:.80}")
+    value.encode()  # fails for half of a surrogate pair
+    return value

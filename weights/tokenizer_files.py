@@ -1,0 +1,154 @@
+"""Tokenizer files: two kinds, read into the tokenizers library, and the bytes of their pieces.
+
+``tokenizer.json`` is the library's own file, ``tokenizer.model`` sentencepiece's. A piece is a
+token as the file spells it: byte-level, in an alphabet with a character per byte, or by the rules
+of sentencepiece.
+"""
+
+import re
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+
+import sentencepiece
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from model.config import LARGEST
+from model.errors import InputError
+
+SPACE_MARK = "▁"  # a space in sentencepiece's pieces
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+# Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
+# themselves, the others are, in order, the characters from U+0100 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))
+}
+
+
+def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
+    """Return the tokenizer of a file, and the function that normalises a text before it.
+
+    Sentencepiece's normalisation is such a function; the other kind normalises by itself. The
+    tokenizer encodes the name of a control token as text. Raises errors of any kind.
+    """
+    library, normalise = (
+        (tokenizers.Tokenizer.from_file(str(path)), str)
+        if path.suffix == ".json"
+        else read_sentencepiece(path)
+    )
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True  # as text
+    return library, normalise
+
+
+def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
+    """Return the byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text.
+    Raises InputError for a unigram model.
+
+    The file has a score per piece in place of merges. A piece is merged from any two pieces, and
+    pieces of higher scores earlier. User-defined pieces are found before any merge: those of score
+    0 that sentencepiece keeps whole under a dropout of 1, which allows no merge.
+    """
+    source = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    pieces = [source.IdToPiece(number) for number in range(source.GetPieceSize())]
+    control = [
+        piece for n, piece in enumerate(pieces) if source.IsControl(n) or source.IsUnknown(n)
+    ]
+    ranks = {
+        piece: -source.GetScore(n)
+        for n, piece in enumerate(pieces)
+        if piece not in control and not source.IsByte(n)
+    }
+    if any(rank % 1 for rank in ranks.values()):
+        raise InputError(f"{path} is no byte-pair encoding: give the model a tokenizer.json")
+    whole = [
+        each
+        for each, rank in ranks.items()
+        if rank == 0 and each in source.SampleEncodeAsPieces(each, -1, 1.0)
+    ]
+    words = ranks.keys() - {*whole}
+    merges = [
+        (word[:cut], word[cut:])
+        for word in sorted(words, key=lambda word: (ranks[word], word))
+        for cut in range(1, len(word))
+        if word[:cut] in words and word[cut:] in words
+    ]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            {piece: number for number, piece in enumerate(pieces)},
+            merges,
+            unk_token=pieces[source.unk_id()],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    adds_space = source.DecodePieces([SPACE_MARK + "a"]) == "a"
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE_MARK, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", int(adds_space), 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in whole])
+    if (bos := source.bos_id()) >= 0:
+        begin_with({pieces[bos]: bos}, tokenizer)
+    return tokenizer, source.Normalize
+
+
+def begin_with(control: Mapping[str, int], library: tokenizers.Tokenizer) -> None:
+    """Let a text begin with these control tokens (ids by name) where the library encodes it."""
+    library.post_processor = processors.TemplateProcessing(
+        single=[*control, "$A"], special_tokens=[*control.items()]
+    )
+
+
+def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
+    """Return a tokenizer that splits a text into words and digits, and encodes their bytes by
+    ``model``.
+    """
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def pieces_of(
+    vocabulary: Mapping[str, int],
+    added: Container[int],
+    special: Mapping[str, int],
+    byte_level: bool,
+) -> list[bytes]:
+    """Return the bytes of each token by its id: none for control tokens and for ids without a
+    token. An ``added`` token is plain text, also where other pieces are byte-level. Raises
+    ValueError for an id that no model has.
+    """
+    largest = max(*vocabulary.values(), *special.values())
+    if largest >= LARGEST:  # a damaged file must not ask for the memory of a billion
+        raise ValueError(f"its largest token id is {largest}")
+    pieces = [b""] * (1 + largest)
+    for piece in vocabulary.keys() - special.keys():
+        number = vocabulary[piece]
+        is_text = byte_level and number in added
+        pieces[number] = piece.encode() if is_text else piece_bytes(piece, byte_level)
+    return pieces
+
+
+def piece_bytes(piece: str, byte_level: bool) -> bytes:
+    """Return the bytes of a piece, byte-level or of sentencepiece, which writes a raw byte as
+    ``<0x0A>``.
+    """
+    if byte_level:
+        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
+    byte = BYTE_PIECE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()
