@@ -16,8 +16,7 @@ from rich.table import Table
 
 from app.common.command_line import say
 from app.common.table import table
-from app.drafts import plan_in_words
-from app.plan_file import DraftPlan, write_plan
+from app.plan_file import DraftPlan, plan_in_words, write_plan
 from app.session import Session
 from decoding.rounds import Statistics
 from model.plan import LayerPlan
