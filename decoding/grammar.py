@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.drafters import Draft, Drafter, draft_of
+from decoding.drafters import Draft, Wrapper, draft_of
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import common_prefix
@@ -224,18 +224,16 @@ class GrammarConstraint:
         self.consumed = written
 
 
-class ForcedTokens:
+@dataclass
+class ForcedTokens(Wrapper):
     """Drafter of the tokens that a grammar forces: where it allows one only, they are the round's
     draft, and elsewhere the ``inner`` drafter drafts.
 
-    After them come the tokens that the tokenizer gives to the bytes that the grammar forces. Others
-    are allowed there that begin with these bytes, so they are guesses.
+    After them come the tokens that the tokenizer gives to the bytes that the grammar forces. These
+    are guesses, since other tokens that begin with the same bytes are allowed there.
     """
 
-    def __init__(self, constraint: GrammarConstraint, inner: Drafter) -> None:
-        self.constraint = constraint
-        self.inner = inner
-        self.rollback = inner.rollback
+    constraint: GrammarConstraint
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness

@@ -95,7 +95,7 @@ def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], Drafter]:
     """Forced tokens of the grammar, and elsewhere the drafts of the inner drafter."""
 
     def make(model: Any, cache: KVCache) -> Drafter:
-        return ForcedTokens(grammar(name)(1), TABLE_DRAFTERS[inner](model, cache))
+        return ForcedTokens(TABLE_DRAFTERS[inner](model, cache), grammar(name)(1))
 
     return make
 
