@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from decoding.proof.judge import self_draft
+from decoding.proof.loop_law import self_draft
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round

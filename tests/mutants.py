@@ -27,10 +27,10 @@ import tests.conftest  # noqa: F401  examples without shrinking, as in the tests
 from decoding.drafters import ModelDrafter
 from decoding.grammar import GrammarConstraint
 from decoding.policies import AdaptiveExit
-from decoding.proof import judge
+from decoding.proof import loop_law
 from decoding.proof.enumeration import total_variation
 from decoding.proof.foreign import law_of
-from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.loop_law import Setup, bias, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TableModel
 from decoding.randomness import SeededRandomness
@@ -124,7 +124,7 @@ def under(name: str, setup: Setup | None = None) -> Callable[[], None]:
     def the_enumerated_law_equals_plain_samplings() -> None:
         request = test_grammar.request(name)
         known = replace(request, constraints=(test_grammar.of_language(name),))
-        with mock.patch.object(judge, "plain_law", lambda model, _: plain_law(model, known)):
+        with mock.patch.object(loop_law, "plain_law", lambda model, _: plain_law(model, known)):
             law(request, setup, model=test_grammar.table(name))()
 
     return the_enumerated_law_equals_plain_samplings
@@ -170,7 +170,7 @@ def judged(mutant: Mutant) -> float | None:
         found = law_of(
             lambda: run_loop(model, request, setup, SeededRandomness(0), coupling=coupling)
         )
-        distances.append(total_variation(found.probs, judge.plain_law(model, request)))
+        distances.append(total_variation(found.probs, loop_law.plain_law(model, request)))
         return distances[-1]
 
     with applied(mutant), mock.patch(f"{__name__}.bias", found_by_judge):

@@ -54,8 +54,8 @@ class SampledWalk(Walk):
         return outcomes[self.source.choices(range(len(outcomes)), weights)[0]][1]
 
 
-class Replaced(TorchFunctionMode):
-    """Mode in which the random functions of torch are those of a walk."""
+class FollowedTorch(TorchFunctionMode):
+    """Mode in which torch's random functions are those of a walk, and its others follow noise."""
 
     def __init__(self, walk: Walk) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ OF_NUMPY = refusing(np.random) | {"get_state": np.random.get_state}
 
 @contextmanager
 def replaced(walk: Walk) -> Iterator[None]:
-    """Return a context in which all random functions are those of the walk, or refused."""
+    """Return a context in which all random functions are those of the walk, or are refused."""
 
     def uniforms(*shape: Any) -> Noise:
         return walk.fresh("u", torch.empty, shape)
@@ -188,6 +188,7 @@ def replaced(walk: Walk) -> Iterator[None]:
         mock.patch.multiple(torch, manual_seed=seed, set_rng_state=seed),
         mock.patch.dict(vars(random), of_python),
         mock.patch.dict(vars(np.random), of_numpy | {"seed": seed, "set_state": seed}),
+        FollowedTorch(walk),
     ):
         yield
 
@@ -254,7 +255,7 @@ def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
     way.
     """
     before = states()
-    with replaced(walk), Replaced(walk):
+    with replaced(walk):
         result = hashable(run())
     for library, state in states().items():
         if state != before[library]:

@@ -71,16 +71,19 @@ def as_noise(
     replaced.
     """
     data.__class__ = Noise
+    factor = factor.expand(ids.shape)
     vars(data).update(kind=kind, ids=ids, factor=factor, weights=weights)
     return data
 
 
 class Walk(Enumerator):
-    """Enumerator of paths of code that draws numbers, which count from 0, uniform or others."""
+    """Enumerator of the paths of code that draws random numbers, whose ids count from 0."""
 
     def fresh(self, kind: str, make: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-        """Return noise of new numbers in the tensor that a function makes. Where that draws, the
-        generator of torch stays as it was (see ``states``).
+        """Return noise of new numbers, in the tensor that ``make`` returns.
+
+        Where ``make`` draws, torch's generator is set back: only draws that were not replaced
+        change it.
         """
         state = torch.get_rng_state()
         data = make(*given, **named)
@@ -107,14 +110,14 @@ def follow(
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
-    match [name, *kinds]:  # a kind is None for what is no noise
+    match [name, *kinds]:  # the kind of another argument is None
         # u.item(), u.float()
         case [_, str(), *_] if name in CONVERSIONS:
             return noise
         # u[0], u.view(-1), (u * q).T
         case [_, str(kind), *_] if name in MOVES and kind != "a race":
             ids = function(noise.ids, *given[1:], **named)
-            factor = function(noise.factor.expand(noise.ids.shape), *given[1:], **named)
+            factor = function(noise.factor, *given[1:], **named)
             return as_noise(torch.empty(ids.shape), kind, ids, factor)
         # u.log(), -u.log(), -(-u.log()).log()
         case [_, str(kind)] if (name, kind) in BECOMES and (noise.factor == 1).all():
@@ -163,7 +166,7 @@ def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
 
 def found_places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
     """Return the place of each u in its row of sorted sums, int64 in the shape of the noise."""
-    thresholds = sums[..., None, :] / noise.factor.expand(noise.ids.shape)[..., None]
+    thresholds = sums[..., None, :] / noise.factor[..., None]
     numbers = noise.ids.flatten().tolist()
     found = [
         sum(not walk.is_below(number, threshold) for threshold in row)

@@ -21,7 +21,7 @@ from decoding.drafters import Drafter
 from decoding.grammar import ForcedTokens, Grammar, Vocabulary
 from decoding.policies import FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
-from decoding.proof.judge import Setup, run_loop
+from decoding.proof.loop_law import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness

@@ -17,7 +17,7 @@ import decoding.race
 from decoding import verify
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
-from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.loop_law import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
 from decoding.race import FEW, GOLDEN, all_exponentials, hashed, mix, race, signed

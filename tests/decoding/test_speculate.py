@@ -12,7 +12,7 @@ from decoding import speculate as loop
 from decoding import verify as rules
 from decoding.drafters import CheckedDrafter, Draft, Drafter, ModelDrafter, NoDraft
 from decoding.policies import ConfidenceGate, FixedLength, Policy
-from decoding.proof.judge import Setup, run_loop
+from decoding.proof.loop_law import Setup, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
 from decoding.randomness import Place, SeededRandomness

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.proof.enumeration import output_law
-from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.loop_law import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness

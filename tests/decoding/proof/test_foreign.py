@@ -24,7 +24,7 @@ from decoding.proof.foreign import (
     law_of,
     total_variation,
 )
-from decoding.proof.judge import Setup, run_loop
+from decoding.proof.loop_law import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""Proof of one drafter: the distance between the loop's law with it and plain sampling's.
+"""Proof of one drafter: the distance between the law of the loop with it and plain sampling's.
 
     bias(table, request, Setup(Bigrams)) < 1e-9
 
@@ -6,22 +6,24 @@
 FILE.py:Bigrams``.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 # as modules, so that the tests can replace a function by a mutant
 from decoding import speculate as loop
 from decoding import verify as rules
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
-from decoding.proof.enumeration import Enumerator, RaceEnumerator, output_law, total_variation
+from decoding.proof.enumeration import (
+    Enumerator,
+    RaceEnumerator,
+    bar_of,
+    output_law,
+    total_variation,
+)
 from decoding.proof.plain_law import DEAD_END, Outcome, Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
 from decoding.randomness import Randomness
@@ -72,15 +74,6 @@ def run_loop(
     except DeadEnd:
         return DEAD_END
     return tuple(text.generated), text.finish
-
-
-@contextmanager
-def bar_of(title: str) -> Iterator[Callable[[float], None]]:
-    """Return a bar on a terminal, which is called with the probability of each path of draws."""
-    hidden = not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda weight: bar.advance(task, weight)
 
 
 def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
