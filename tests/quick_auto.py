@@ -22,7 +22,7 @@ def auto(
     step: float = 0.45,
     by_confidence: bool,
 ) -> Auto:
-    """The choice between a drafter of the model's and prompt lookup; its credit covers any draft."""
+    """Between a drafter of the model's and prompt lookup, with credit for any draft."""
     drafters = {"model": new_drafter(model, cache), "lookup": PromptLookup()}
     kinds = ("model", *(f"lookup {quality}" for quality in range(4)))
     estimates = Estimates({kind: QuickRates(0.6) for kind in kinds}, credit=4.0)

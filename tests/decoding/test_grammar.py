@@ -29,12 +29,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from model.cache import KVCache
 from tests.calls import recorded
-from tests.laws import (
-    EXACT,
-    TABLE_DRAFTERS,
-    QuickExit,
-    random_tables,
-)
+from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
@@ -241,6 +236,7 @@ BAD = [
         '{"uniqueItems": true}',
         'the JSON schema: Unimplemented keys: ["uniqueItems"]',
     ),
+    ("json_schema", '{"const": "\\ud800"}', "the JSON schema is not supported"),
     ("json_schema", '{"$ref": "#"}', "the JSON schema: no text satisfies it"),
     ("json_schema", '{"$ref": "#/$defs/x"}', "the JSON schema: Pointer '/$defs/x' does not exist"),
     ("regex", "(", "the regular expression: unclosed group"),
@@ -296,3 +292,4 @@ def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() 
     constraint.matcher.compute_bitmask.side_effect = lambda: time.sleep(0.05) or DEFAULT
     constraint([])
     assert 0 < constraint.seconds < 0.05
+    assert "took more than 0 s: simplify it" in refusal(replace, constraint.grammar, seconds=0.0)
