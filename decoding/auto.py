@@ -77,8 +77,8 @@ class Rates:
         return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
 
     def learn(self, confidences: Sequence[float], accepted: int) -> None:
-        """Add the tokens of a draft, by their confidences, of which the first ``accepted`` were
-        accepted. The tokens after the first rejected one were not judged.
+        """Add a draft by the confidences of its tokens. The first ``accepted`` of them were
+        accepted, and those after the next one were not judged.
         """
         self.fade(self.MEMORY)
         for number, confidence in enumerate(confidences[: accepted + 1]):

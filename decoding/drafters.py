@@ -28,7 +28,7 @@ from decoding.text import Text
 from model.errors import InputError
 from model.plan import LayerPlan
 
-# most tokens that a step of a draft model reads; of more, all but the last are prefilled
+# most tokens that a draft model reads in one step; of more, it prefills all but the last
 CATCH_UP = 16
 IDS_AS_CHARACTERS = f"utf-32-{sys.byteorder[0]}e"  # an id in four bytes, as in an array
 
@@ -199,13 +199,13 @@ class ModelDrafter:
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
         ends_at_eos = ends_at_end_of_text(text, policy)
         # only penalties and constraints read the drafted tokens before the draft ends
-        extends = params.penalises or bool(text.constraints)
-        draft: list[Draft] = []  # of one token each
-        while len(draft) < limit:
-            step = self._draw(text, context, unread, len(draft), params, randomness)
+        extends = params.penalises or bool(text.rules.constraints)
+        steps: list[Draft] = []  # drafts of one token each
+        while len(steps) < limit:
+            step = self._draw(text, context, unread, len(steps), params, randomness)
             if step is None:
                 break
-            draft.append(step)
+            steps.append(step)
             unread = step.tokens
             if policy.reads_draft_confidence and not policy.keep_drafting(confidence_of(step)):
                 break
@@ -213,7 +213,7 @@ class ModelDrafter:
                 break
             if extends:
                 context = torch.cat((context, step.tokens))
-        return in_a_row([empty_draft(text.vocab_size, text.device), *draft])
+        return in_a_row([empty_draft(text.vocab_size, text.device), *steps])
 
     def _draw(
         self,
@@ -317,7 +317,7 @@ def ends_at_end_of_text(text: Text, policy: Policy) -> bool:
     fixed length has its length.
     """
     reads_confidence_on_cpu = policy.reads_draft_confidence and text.device.type == "cpu"
-    return bool(text.constraints) or reads_confidence_on_cpu
+    return bool(text.rules.constraints) or reads_confidence_on_cpu
 
 
 def confidence_of(step: Draft) -> float:

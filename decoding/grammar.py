@@ -58,7 +58,7 @@ class Vocabulary:
         eos_ids: frozenset[int],
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """Raises InputError without an end-of-text token, with which a grammar ends."""
+        """Raises InputError where no token ends a text, as every grammar must."""
         eos_ids = eos_ids.intersection(range(len(tokens)))
         if not eos_ids:
             raise InputError("a grammar needs a model with an end-of-text token: this one has none")
@@ -98,7 +98,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         constraint = self(0)
-        first = constraint([])  # some that nothing satisfies show it only here
+        first = constraint([])  # some grammars that nothing satisfies fail only here
         if trouble := constraint.trouble_after([]):
             raise InputError(trouble)
         first[list(self.vocabulary.eos_ids)] = False

@@ -54,7 +54,7 @@ def speculate(
         # The cache holds every token of the text but the last. The steps are those of the chapter:
         # 1. Draft up to γ tokens, each with the distribution that it was drawn from.
         position = len(text)
-        context = text.tensor()  # now: on a GPU the copy would wait for the draft
+        context = text.tensor()  # before the draft, for which the copy to a GPU would wait
         limit = max(0, min(policy.draft_length(), text.remaining - 1))
         draft = drafter.propose(text, limit, params, policy, randomness)
         # 2. Verify the last token and the draft in one pass: distributions after each of them.
@@ -105,12 +105,12 @@ def read_verdict(
     probs: Tensor,
     policy: Policy,
 ) -> Verdict:
-    """Return the result of a verification, copied from the device in one synchronisation per round.
+    """Return the result of a verification, copied from the device in one synchronisation.
 
-    Nothing can follow a row of zeros: no token is allowed there, or the largest logit is NaN or
-    infinite. Only after a token of probability 0 are there more synchronisations, which tell that
-    and why. Raises InputError if this is the row after the text. Behind accepted tokens, the next
-    round comes to it; the rows after a rejected token belong to no text.
+    No token can follow a row of zeros: the constraints allow none there, or the largest logit is
+    NaN or infinite. The accepted tokens before it are kept; where there are none, this raises the
+    InputError that says why. Such a row is looked for only if the token drawn has probability 0,
+    since looking synchronises again.
     """
     p = probs.take(accepted * probs.shape[1] + token)
     # as one tensor at least float32, exact for ids below 2²⁴

@@ -76,7 +76,7 @@ class Together:
 
         Raises the loop's errors, here and in ``step``: a loop that may fail alone catches them.
         """
-        running = greenlet(loop)
+        running = greenlet(lambda _: loop())
         self.loops.append(running)
         self._go_on(running)
         return running
@@ -127,11 +127,9 @@ class Together:
         """Run a loop until its next call. ``result`` is that of its last call; an exception is
         raised in the loop.
         """
-        failed = isinstance(result, Exception)
+        resume = loop.throw if isinstance(result, Exception) else loop.switch
         try:
-            call = (
-                loop.throw(result) if failed else loop.switch(*[] if result is None else [result])
-            )
+            call = resume(result)
         finally:
             if loop.dead:
                 self.loops.remove(loop)

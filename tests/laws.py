@@ -112,7 +112,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Decoder:
-    """This project's model of a config.json, with random weights, every one of which matters."""
+    """This project's model of a config.json, with random weights that all matter."""
     model = build(parse_config(raw)).to(dtype).requires_grad_(False).eval()
     model.initialise(std=1.0)  # else biases differ between processes
     randomise(model, 0)

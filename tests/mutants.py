@@ -231,10 +231,10 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
-        "for _ in range(limit - len(draft)):\n"
-        "        draft.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
-        "    return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
+        "return in_a_row([empty_draft(text.vocab_size, text.device), *steps])",
+        "for _ in range(limit - len(steps)):\n"
+        "        steps.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
+        "    return in_a_row([empty_draft(text.vocab_size, text.device), *steps])",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -406,10 +406,10 @@ MUTANTS = [
         "an unsure token is drawn, looked at and dropped",
         ModelDrafter,
         "propose",
-        "draft.append(step)\n",
-        "draft.append(step)\n"
+        "steps.append(step)\n",
+        "steps.append(step)\n"
         "        if not policy.keep_drafting(confidence_of(step)):\n"
-        "            draft.pop()\n",
+        "            steps.pop()\n",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
