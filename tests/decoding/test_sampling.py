@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from decoding.sampling import SamplingParams, distribution, filtered
+from decoding.sampling import SamplingParams, distribution, probabilities
 from tests.refusal import refusal
 
 VOCAB = 8
@@ -170,6 +170,8 @@ def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float
 
 
 LARGE = [
+    SamplingParams(),
+    SamplingParams(0.7),
     *(SamplingParams(1.0, top_p=top_p) for top_p in (0.05, 0.5, 0.9, 0.99, 0.9999999)),
     *(SamplingParams(temperature, top_p=0.9) for temperature in (0.1, 0.7, 3.0, 50.0)),
     SamplingParams(0.7, top_k=40),
@@ -182,19 +184,20 @@ LARGE = [
 
 
 @pytest.mark.parametrize("params", LARGE, ids=str)
-def test_few_tokens_of_a_large_vocabulary_pass_as_of_all(params: SamplingParams) -> None:
-    """On a CPU filters see few tokens, on a GPU all of them."""
+def test_a_cpu_draws_from_the_distribution_of_a_gpu(params: SamplingParams) -> None:
+    """On a CPU the filters see few tokens of a large vocabulary, on a GPU all of them."""
     generator = torch.Generator().manual_seed(3)
-    logits = 4 * torch.randn(3, 49152, generator=generator, dtype=torch.float64)
-    found = distribution(logits, torch.tensor([0] * 3), params)
-    scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    logits = 4 * torch.randn(4, 49152, generator=generator, dtype=torch.float64)
+    logits[3, 5] = math.nan
+    found = distribution(logits, torch.tensor([0] * 4), params)
     top_p = params.top_p if params.top_p < 1 else None
-    of_all = filtered(scaled, top_p, params.min_p or None, params.top_k or None).softmax(-1)
-    torch.testing.assert_close(found, of_all, rtol=1e-9, atol=0)
-    if params == SamplingParams(params.temperature, top_p=params.top_p):
-        probs = (logits / params.temperature).softmax(-1)
-        kept = probs.where(found > 0, 0).sum(-1)
-        assert (kept >= params.top_p).all() and (kept - params.top_p < probs.amax(-1)).all()
+    filters = top_p, params.min_p or None, float(params.top_k) or None
+    of_gpu = probabilities(logits, params.temperature or None, *filters)
+    torch.testing.assert_close(found, of_gpu, rtol=1e-9, atol=0)
+    if top_p and params == SamplingParams(params.temperature, top_p=top_p):
+        probs = (logits[:3] / params.temperature).softmax(-1)
+        kept = probs.where(found[:3] > 0, 0).sum(-1)
+        assert (kept >= top_p).all() and (kept - top_p < probs.amax(-1)).all()
 
 
 def test_the_tokens_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
