@@ -21,7 +21,7 @@ import torch
 from app.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
 from app.plan_file import GAMMA, DraftPlan
 from decoding.sampling import SamplingParams
-from decoding.verify import COUPLINGS, Rule
+from decoding.verify import RULES, Rule
 from model.errors import InputError, explaining
 from model.plan import LOW_BITS
 from weights.load import DTYPES
@@ -245,7 +245,7 @@ class Options:
         "rule of verification. race (default): the seed determines the text, whatever drafts;"
         " ratio and block: accept more (docs/how_it_works.md#the-race)",
         group="sampling",
-        choices=tuple(COUPLINGS),
+        choices=tuple(RULES),
     )
     num_samples: int = option(
         1,

@@ -27,7 +27,7 @@ from app.session import Session
 from app.table import Row, table
 from benchmark import picture, rounds, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
-from decoding.verify import COUPLINGS
+from decoding.verify import RULES
 from model.errors import InputError, explaining
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
@@ -104,7 +104,7 @@ OPTIONS: Groups = {
         },
         "--temperature": TEMPERATURE,
         "--coupling": {
-            "choices": [*COUPLINGS],
+            "choices": [*RULES],
             "help": "rule of verification of sampled texts (default: race)",
         },
         "--device": DEVICE,

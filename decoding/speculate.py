@@ -42,7 +42,7 @@ def speculate(
 
     Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text
     but the last (``target.prefill``). Rolled back to the prompt, it can be used for another sample.
-    ``verify`` is the rule that goes with the randomness (``decoding.verify.COUPLINGS``). Raises
+    ``verify`` is the rule that goes with the randomness (``decoding.verify.RULES``). Raises
     InputError where no token can follow the text, because the constraints allow none or the
     target's logits are non-finite. A round in which this happens after accepted tokens keeps them:
     the next one raises the error. A drafter is trusted to keep its contract: ``CheckedDrafter``

@@ -102,13 +102,13 @@ def law(
     *,
     ties: bool = False,
     model: TableModel | None = None,
-    coupling: str = "ratio",
+    rule: str = "ratio",
 ) -> Callable[[], None]:
     """A killer: the production loop's enumerated law equals plain sampling's."""
     model = model or table(ties=ties)
 
     def the_enumerated_law_equals_plain_samplings() -> None:
-        assert bias(model, request, setup or Setup(), coupling) < EXACT
+        assert bias(model, request, setup or Setup(), rule) < EXACT
 
     return the_enumerated_law_equals_plain_samplings
 
@@ -165,11 +165,9 @@ def judged(mutant: Mutant) -> float | None:
     distances = [0.0]
 
     def found_by_judge(
-        model: TableModel, request: Request, setup: Setup, coupling: str = "ratio"
+        model: TableModel, request: Request, setup: Setup, rule: str = "ratio"
     ) -> float:
-        found = law_of(
-            lambda: run_loop(model, request, setup, SeededRandomness(0), coupling=coupling)
-        )
+        found = law_of(lambda: run_loop(model, request, setup, SeededRandomness(0), rule=rule))
         distances.append(total_variation(found.probs, loop_law.plain_law(model, request)))
         return distances[-1]
 
@@ -494,8 +492,8 @@ MUTANTS = [
         "draft and residual share their random numbers under the ratio rule",
         R.Rule,
         "randomness",
-        "return COUPLINGS[self.name][0](self.seed, device, self.sample)",
-        "randomness = COUPLINGS[self.name][0](self.seed, device, self.sample)\n"
+        "return RULES[self.name][0](self.seed, device, self.sample)",
+        "randomness = RULES[self.name][0](self.seed, device, self.sample)\n"
         "    randomness.draw = KeyedRandomness(self.seed, device, self.sample).draw\n"
         "    return randomness",
         of(test_race.test_over_seeds_the_first_token_has_the_targets_law, "ratio"),
@@ -548,7 +546,7 @@ MUTANTS = [
         "verify_by_block",
         "torch.where(passed, numbers, 0).amax()",
         "passed.long().cumprod(0).sum()",
-        law(LONG, coupling="block"),
+        law(LONG, rule="block"),
     ),
     Mutant(
         38,
@@ -557,7 +555,7 @@ MUTANTS = [
         "verify_by_block",
         "residual = torch.cat((residuals, p[-1:]))",
         "residual = torch.cat(((p[:-1] - q).clamp(min=0), p[-1:]))",
-        law(LONG, model=random_tables(9, 4, 3), coupling="block"),
+        law(LONG, model=random_tables(9, 4, 3), rule="block"),
     ),
     Mutant(
         39,
@@ -566,7 +564,7 @@ MUTANTS = [
         "verify_by_block",
         "residual = torch.cat((residuals, p[-1:]))",
         "residual = torch.cat((residuals, (p[-1:] - q[-1:]).clamp(min=0)))",
-        law(LONG, coupling="block"),
+        law(LONG, rule="block"),
     ),
     Mutant(
         40,

@@ -53,14 +53,14 @@ def run_loop(
     setup: Setup,
     randomness: Randomness,
     rounds: list[Round] | None = None,
-    coupling: str = "ratio",
+    rule: str = "ratio",
 ) -> Outcome:
     """Run one text of the production loop; return its tokens and the reason of its end. Its records
     are appended to ``rounds``.
     """
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
-    verify = getattr(rules, f"verify_by_{coupling}")
+    verify = getattr(rules, f"verify_by_{rule}")
     text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
     policy = drafter if isinstance(drafter, Policy) else setup.policy()
@@ -76,7 +76,7 @@ def run_loop(
     return tuple(text.generated), text.finish
 
 
-def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
+def bias(model: TableModel, request: Request, setup: Setup, rule: str = "ratio") -> float:
     """Return the total variation between the laws of the loop and of plain sampling: 0 up to
     rounding if the loop is exact.
 
@@ -86,8 +86,8 @@ def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "rat
     """
     with bar_of("every outcome of every draw") as progress:
         law = output_law(
-            lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),
-            RaceEnumerator if coupling == "race" else Enumerator,
+            lambda randomness: run_loop(model, request, setup, randomness, rule=rule),
+            RaceEnumerator if rule == "race" else Enumerator,
             progress,
         )
     return total_variation(law, plain_law(model, request))

@@ -129,7 +129,7 @@ def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
         policy = POLICIES[number % 3]
         setups = [Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
         randomness = KeyedRandomness(number)
-        texts = {run_loop(model, asked, each, randomness, coupling="race") for each in setups}
+        texts = {run_loop(model, asked, each, randomness, rule="race") for each in setups}
         assert len(texts) == 1
 
 

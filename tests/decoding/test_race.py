@@ -81,7 +81,7 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
     request = Request(prompt=(1,), max_new_tokens=2, banned=("ab",))
 
     def tokens(randomness: Randomness) -> tuple[int, ...]:
-        return run_loop(fair, request, Setup(), randomness, coupling="race")[0]
+        return run_loop(fair, request, Setup(), randomness, rule="race")[0]
 
     assert output_law(tokens, RaceEnumerator) == {
         (0, 0): pytest.approx(0.25),
@@ -249,8 +249,8 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     assert abs(accepted / runs - shared) < 5 * math.sqrt(shared * (1 - shared) / runs)
 
 
-@pytest.mark.parametrize("coupling", ["ratio", "race"])
-def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
+@pytest.mark.parametrize("name", ["ratio", "race"])
+def test_over_seeds_the_first_token_has_the_targets_law(name: str) -> None:
     """Of 49,152 tokens with long tails, in six groups, and with a draft that is mostly rejected."""
     vocab, shares = 49152, torch.tensor([[0.04, 0.36, 0.6], [0.66, 0.01, 0.33]])
     order = torch.randperm(vocab // 3, generator=torch.Generator().manual_seed(0))
@@ -258,7 +258,7 @@ def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     p, q = (rows / rows.sum((1, 2), keepdim=True)).flatten(1)
     counts, first = torch.zeros(vocab, dtype=torch.float64), Place(0)
     for seed in range(1500):
-        rule = verify.Rule(coupling, seed)
+        rule = verify.Rule(name, seed)
         randomness = rule.randomness()
         drafted = randomness.draw(q, first)[None]
         accepted, token = rule.verify(p.expand(2, -1), q[None], drafted, randomness, first)

@@ -17,7 +17,7 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import DeadEnd, Rules, Text
 from decoding.together import FEW, ForFew, Together
-from decoding.verify import COUPLINGS, Rule
+from decoding.verify import RULES, Rule
 from model.decoder import Decoder
 from model.errors import InputError
 from model.fast import accelerate
@@ -135,7 +135,7 @@ jobs = st.builds(
     st.sampled_from([*REAL_DRAFTERS]),
     st.sampled_from([*REAL_POLICIES]),
     st.sampled_from([GREEDY, SamplingParams(1.0), nucleus]),
-    st.builds(Rule, st.sampled_from([*COUPLINGS]), st.integers(0, 2**64 - 1)),
+    st.builds(Rule, st.sampled_from([*RULES]), st.integers(0, 2**64 - 1)),
     st.integers(0, 20),
     st.one_of(st.just(1000), st.integers(1, 8)),
 )
@@ -152,7 +152,7 @@ def test_texts_written_together_are_those_written_alone(name: str, wanted: list[
         assert (job.rounds, job.error) == (found.rounds, found.error)
 
 
-@pytest.mark.parametrize("rule", COUPLINGS)
+@pytest.mark.parametrize("rule", RULES)
 def test_many_texts_draft_nothing_except_where_that_would_change_them(rule: str) -> None:
     """They share steps of one row each; under the ratio and the block rule, each draws its random
     numbers by its draft lengths.

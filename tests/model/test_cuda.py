@@ -22,7 +22,7 @@ from decoding.rows import NOT_COMPILED
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import COUPLINGS, Rule
+from decoding.verify import RULES, Rule
 from model.config import parse_config
 from model.decoder import Decoder
 from model.families import build
@@ -186,7 +186,7 @@ def test_greedy_and_raced_texts_are_plain_decodings(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "coupling"), each(("4 bits", "race"), *product(DRAFTERS, COUPLINGS))
+    ("drafter", "coupling"), each(("4 bits", "race"), *product(DRAFTERS, RULES))
 )
 def test_a_round_waits_for_the_device_once_under_every_rule(drafter: str, coupling: str) -> None:
     """To read the verdict; and torch counts the copy of a text's new tokens."""

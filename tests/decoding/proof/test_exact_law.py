@@ -134,7 +134,7 @@ def case_deviation(
     case: dict[str, str],
     max_new_tokens: int,
     drafters: dict[str, object] = AXES["drafter"],
-    coupling: str = "ratio",
+    rule: str = "ratio",
 ) -> float:
     """Distance of the production loop's law from plain sampling's in one case of the axes (first
     values by default).
@@ -147,7 +147,7 @@ def case_deviation(
     eos_ids = rules.get("eos_ids", frozenset())
     constraints = [partial(each, eos_ids=eos_ids) for each in rules.pop("constraints", ())]
     request = Request(params=chosen["params"], constraints=constraints, **rules)
-    return bias(model, request, Setup(chosen["drafter"], chosen["policy"]), coupling)
+    return bias(model, request, Setup(chosen["drafter"], chosen["policy"]), rule)
 
 
 @pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))
@@ -158,18 +158,18 @@ def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
         lengths = lengths[:4]
     for number, length in enumerate(lengths):
         model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
-        for coupling in ("ratio", "block")[: 2 - number % 2]:
-            assert case_deviation(model, case, length, coupling=coupling) < EXACT
+        for rule in ("ratio", "block")[: 2 - number % 2]:
+            assert case_deviation(model, case, length, rule=rule) < EXACT
 
 
-def accepted_at_first(model: TableModel, gamma: int, coupling: str) -> float:
+def accepted_at_first(model: TableModel, gamma: int, rule: str) -> float:
     """Mean number of drafted tokens that the first round accepts, by enumeration."""
     request = Request(max_new_tokens=gamma + 1)
     setup = Setup(policy=lambda: FixedLength(gamma))
 
     def first(randomness: Randomness) -> int:
         rounds: list[Round] = []
-        run_loop(model, request, setup, randomness, rounds, coupling)
+        run_loop(model, request, setup, randomness, rounds, rule)
         return rounds[0].accepted
 
     return sum(kept * weight for kept, weight in output_law(first).items())
@@ -192,8 +192,8 @@ def test_a_model_draft_of_non_finite_logits_keeps_the_law(broken: float, params:
     model = random_model(Random(3), "unrelated")
     model.tables[DRAFT_PLAN][1:] = broken
     request = Request(params=AXES["params"][params], max_new_tokens=2)
-    for coupling in ("ratio", "block"):
-        assert bias(model, request, Setup(), coupling) < EXACT
+    for rule in ("ratio", "block"):
+        assert bias(model, request, Setup(), rule) < EXACT
 
 
 @pytest.mark.prove
@@ -204,9 +204,9 @@ def test_the_full_product_of_axes_keeps_the_law(drafter: str, params: str) -> No
     rest = {axis: list(AXES[axis]) for axis in ("policy", "stop", "rule")}
     for number, values in enumerate(product(*rest.values())):
         case = {"drafter": drafter, "params": params, **dict(zip(rest, values, strict=True))}
-        for length, coupling in product((2, 3), ("ratio", "block")):
+        for length, rule in product((2, 3), ("ratio", "block")):
             model = random_model(Random(f"{drafter} {params} {number} {length}"), KINDS[number % 3])
-            assert case_deviation(model, case, length, coupling=coupling) < EXACT, case
+            assert case_deviation(model, case, length, rule=rule) < EXACT, case
 
 
 @pytest.mark.prove
@@ -247,5 +247,5 @@ def test_real_drafts_across_the_edge_of_a_window_keep_the_law(
     """Three tokens after a prompt longer than the windows of two, and than a plan's first keys."""
     request = Request(prompt=(0, 1, 1, 0, 0, 1), params=SamplingParams(1.5), max_new_tokens=3)
     setup = Setup(REAL_DRAFTERS[drafter], AXES["policy"][policy])
-    for coupling in ("ratio", "block"):
-        assert bias(uncached(family, vocab=2), request, setup, coupling) < EXACT
+    for rule in ("ratio", "block"):
+        assert bias(uncached(family, vocab=2), request, setup, rule) < EXACT
