@@ -4,8 +4,8 @@ A round that drafts k tokens takes 1 + k·(c + r) plain steps, with c the cost o
 that of a verified row. It writes 1 + α + α² + ... + αᵏ expected tokens, with α the probability that
 a drafted token is accepted if those before it were (arXiv 2211.17192, equation 1). The speed-up is
 their ratio; where none is above 1, the round is plain. c and r are given for the text's length:
-``measured_costs`` times them. α is learned from past rounds, so this is a bandit, a choice among
-options whose pay is learned by trying them, but of a known structure: all lengths of a draft share
+``measured_costs`` times them. α is learned from past rounds, so this is a bandit: a choice among
+options whose pay is learned by trying them. Its structure is known: all lengths of a draft share
 its α.
 
 Knows nothing of files and options. No other file of this folder knows of it.
