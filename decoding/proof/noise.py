@@ -165,14 +165,12 @@ def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
 
 
 def found_places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
-    """Return the place of each u in its row of sorted sums, int64 in the shape of the noise."""
-    thresholds = sums[..., None, :] / noise.factor[..., None]
-    numbers = noise.ids.flatten().tolist()
-    found = [
-        sum(not walk.is_below(number, threshold) for threshold in row)
-        for number, row in zip(numbers, thresholds.reshape(len(numbers), -1).tolist(), strict=True)
-    ]
-    return torch.tensor(found).view(noise.ids.shape)
+    """Return the place of each u in its row of sorted sums, int64 in the shape of the noise: the
+    number of sums that it is not below.
+    """
+    column = as_noise(noise[..., None], "u", noise.ids[..., None], noise.factor[..., None])
+    not_below = compare(walk, column, sums[..., None, :], is_below=False)
+    return not_below.sum(-1).view(noise.ids.shape)
 
 
 def race(noise: Noise, weights: Any) -> Noise:
