@@ -78,7 +78,7 @@ class Rates:
 
     def learn(self, confidences: Sequence[float], accepted: int) -> None:
         """Add a draft by the confidences of its tokens. The first ``accepted`` of them were
-        accepted, and those after the next one were not judged.
+        accepted, the next one was rejected, and those after it were not judged.
         """
         self.fade(self.MEMORY)
         for number, confidence in enumerate(confidences[: accepted + 1]):

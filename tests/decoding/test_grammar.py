@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding.drafters import Drafter
 from decoding.grammar import ForcedTokens, Grammar, Vocabulary
-from decoding.policies import FixedLength, Policy
+from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.loop_law import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
@@ -214,11 +214,13 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(
 ) -> None:
     plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
     rounds: list[Round] = []
-    setup = Setup(under_grammar(name, drafter), lambda: FixedLength(6))
+    policy = AdaptiveExit(0.5, 6)
+    setup = Setup(under_grammar(name, drafter), lambda: policy)
     asked = replace(request(name), max_new_tokens=8)
     run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
     assert rounds[0].drafted[: len(first)] == first and rounds[0].accepted
     assert {*plans} == {()}, "the target alone was called"
+    assert (policy.rate, policy.threshold) == (0.0, 0.5), "nothing is learned of a model's drafts"
 
 
 # ---- what a user may give ----

@@ -35,22 +35,12 @@ def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
         (4, 2, 0.25, 0.9 * 0.8 + 0.1 * 0.81),  # m < α: t' = .81
         (4, 4, 0.625, 0.801),  # a full draft: t' = t
         (2, 2, 0.8125, 0.801 - 0.1 * 0.01),  # ended early: t' = t - ε
+        (0, 0, 0.8125, 0.8),  # a round without a draft changes nothing
     ):
         below, at = policy.threshold - 0.01, policy.threshold
         assert [*map(policy.keep_drafting, (below, at))] == [False, True]
         policy.observe(a_round(drafted, accepted))
         assert (policy.rate, policy.threshold) == pytest.approx((rate, threshold))
-
-
-def test_adaptive_exit_learns_nothing_from_a_draft_that_no_model_made() -> None:
-    """As where a grammar forces tokens: no confidence was asked about."""
-    policy = AdaptiveExit(0.8, 4)
-    policy.keep_drafting(0.9)
-    policy.observe(a_round(4, 2))
-    learned = policy.rate, policy.threshold
-    for drafted in (0, 4):
-        policy.observe(a_round(drafted, drafted))
-    assert (policy.rate, policy.threshold) == learned
 
 
 def test_the_gate_closes_after_an_unsure_token_and_else_is_its_inner_policy() -> None:

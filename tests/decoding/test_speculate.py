@@ -189,17 +189,6 @@ def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, 
     assert text.generated == plain[:2]
 
 
-def test_logits_after_the_token_that_ends_the_text_may_be_non_finite() -> None:
-    model = tiny_model("llama", vocab=VOCAB)
-    plain = plainly_greedy(model)
-    text = Text(PROMPT, Rules(20, eos_ids=frozenset(plain[:1])), model)
-    target = Overflowing(model, len(PROMPT))
-    cache = prefilled(model, PROMPT)
-    how = FixedLength(4), SamplingParams(), SeededRandomness(0)
-    list(loop.speculate(target, cache, text, Foreseeing(plain), *how))
-    assert (text.generated, text.finish) == (plain[:1], "eos")
-
-
 def test_an_all_zero_residual_draws_from_the_target() -> None:
     """Where p = q up to rounding, the residual is all zeros; the draw is then from p, not from
     NaN.
