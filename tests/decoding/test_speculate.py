@@ -36,10 +36,9 @@ def write(
     *,
     params: SamplingParams = SamplingParams(),
     rules: Rules | None = None,
-    seed: int = 0,
 ) -> list[Round]:
     text = Text(PROMPT, rules or Rules(20), model)
-    return list(loop.speculate(model, cache, text, drafter, policy, params, SeededRandomness(seed)))
+    return list(loop.speculate(model, cache, text, drafter, policy, params, SeededRandomness(0)))
 
 
 def tokens_of(rounds: list[Round]) -> list[int]:
@@ -179,7 +178,8 @@ def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, 
         said = f"no token at position {last} of the text"
     text = Text(PROMPT, Rules(20, constraints=constraints), model)
     how = FixedLength(4), SamplingParams(), rule.randomness(), rule.verify
-    rounds = loop.speculate(target, prefilled(model, PROMPT), text, Foreseeing(plain), *how)
+    drafter = CheckedDrafter(Foreseeing(plain), model)
+    rounds = loop.speculate(target, prefilled(model, PROMPT), text, drafter, *how)
     first = next(rounds)
     assert (first.drafted, first.accepted, first.emitted) == (plain[:4], 2, plain[:2])
     assert [verdict for _, verdict in first.verdicts()] == [
