@@ -55,6 +55,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
     ][-1],
     "inverse distribution": lambda: torch.searchsorted(P.cumsum(0), torch.rand(1), right=True)[0],
     "first sum above": lambda: (P.cumsum(0) > torch.rand(())).int().argmax(),
+    "logarithms": lambda: (P.cumsum(0).log() > torch.rand(()).log()).int().argmax(),
     "Python": lambda: 0 if (u := random.random()) < 0.5 else 1 if u < 0.8 else 2,
     "NumPy": lambda: int((np.random.rand(1)[0] >= P.cumsum(0)).sum()),
     "speculative": EXACT,
@@ -129,6 +130,8 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
             lambda: [(P / (e := torch.empty(3).exponential_())).argmax() > 0, (Q / e).argmax() > 0],
             "not independent",  # races that share their noise
         ),
+        (lambda: (P / torch.empty(2, 3).exponential_()).argmax(-1), "div.* of E"),
+        (lambda: (ROWS / torch.empty(2, 2).exponential_()).argmax(0), "argmax of a race"),
         (lambda: torch.rand(1).mul_(2), "mul_ of u"),
         (lambda: torch.rand(1).lt_(0.5), "lt_ of u"),
         (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
