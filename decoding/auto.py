@@ -251,9 +251,8 @@ class Auto(Policy):
 
     def rates(self, kind: str) -> Rates:
         """Return the rates of a kind of draft."""
-        if kind not in self.estimates.rates:
-            self.estimates.rates[kind] = Rates(self.priors.get(kind, PRIOR_RATE))
-        return self.estimates.rates[kind]
+        prior = self.priors.get(kind, PRIOR_RATE)
+        return self.estimates.rates.setdefault(kind, Rates(prior))
 
 
 def tenth(confidence: float) -> int:
