@@ -70,7 +70,7 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     if sample.grammar:
         from decoding.grammar import ForcedTokens
 
-        drafter = ForcedTokens(sample.grammar, drafter)
+        drafter = ForcedTokens(drafter, sample.grammar)
     return strategy._replace(drafter=drafter)
 
 

@@ -22,7 +22,7 @@ from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
 from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of
 from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan
 from decoding.sampling import SamplingParams
-from decoding.verify import COUPLINGS, Rule
+from decoding.verify import RULES, Rule
 from model.errors import InputError, explaining
 from model.plan import LOW_BITS
 from weights.load import DTYPES
@@ -222,7 +222,7 @@ class Options:
         "rule of verification. race (default): the seed determines the text, whatever drafts;"
         " ratio and block: accept more (docs/how_it_works.md#the-race)",
         group="sampling",
-        choices=tuple(COUPLINGS),
+        choices=tuple(RULES),
     )
     num_samples: int = option(
         1,

@@ -28,7 +28,7 @@ from app.options import Options
 from app.session import Session
 from benchmark import picture, rounds, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
-from decoding.verify import COUPLINGS
+from decoding.verify import RULES
 from model.errors import InputError, explaining
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
@@ -106,7 +106,7 @@ OPTIONS: Groups = {
         },
         "--temperature": TEMPERATURE,
         "--coupling": {
-            "choices": [*COUPLINGS],
+            "choices": [*RULES],
             "help": "rule of verification of sampled texts (default: race)",
         },
         "--device": DEVICE,

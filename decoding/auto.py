@@ -4,8 +4,8 @@ A round that drafts k tokens takes 1 + k·(c + r) plain steps, with c the cost o
 that of a verified row. It writes 1 + α + α² + ... + αᵏ expected tokens, with α the probability that
 a drafted token is accepted if those before it were (arXiv 2211.17192, equation 1). The speed-up is
 their ratio; where none is above 1, the round is plain. c and r are given for the text's length:
-``measured_costs`` times them. α is learned from past rounds, so this is a bandit, a choice among
-options whose pay is learned by trying them, but of a known structure: all lengths of a draft share
+``measured_costs`` times them. α is learned from past rounds, so this is a bandit: a choice among
+options whose pay is learned by trying them. Its structure is known: all lengths of a draft share
 its α.
 
 Knows nothing of files and options. No other file of this folder knows of it.
@@ -13,7 +13,7 @@ Knows nothing of files and options. No other file of this folder knows of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -51,8 +51,8 @@ class Rates:
     """Acceptance rates of a kind of draft, by the confidence of a token in tenths.
 
     ``accepted`` and ``judged`` count the tokens of past rounds per tenth, the later ones more.
-    Tokens after a rejected one are not judged. With few observations the rate of all tokens shrinks
-    towards ``prior``, and that of a confidence towards the rate of all.
+    With few observations the rate of all tokens shrinks towards ``prior``, and that of a
+    confidence towards the rate of all.
     """
 
     PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
@@ -77,9 +77,11 @@ class Rates:
         return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
 
     def learn(self, confidences: Sequence[float], accepted: int) -> None:
-        """Add the judged tokens of a round; the first ``accepted`` ones were accepted."""
+        """Add a draft by the confidences of its tokens. The first ``accepted`` of them were
+        accepted, the next one was rejected, and those after it were not judged.
+        """
         self.fade(self.MEMORY)
-        for number, confidence in enumerate(confidences):
+        for number, confidence in enumerate(confidences[: accepted + 1]):
             self.judged[tenth(confidence)] += 1
             self.accepted[tenth(confidence)] += number < accepted
 
@@ -92,14 +94,14 @@ class Rates:
 @dataclass
 class Estimates:
     """What is known from past rounds: the rates by kind of draft, and the ``credit``, the plain
-    steps that may still be lost by drafting.
+    steps that may still be lost by drafting. At first it covers one token drafted in four bits.
     """
 
     MOST_CREDIT = 10.0
     SHARE = 0.02  # of a plain step, which each token of the text earns
 
     rates: dict[str, Rates] = field(default_factory=dict)
-    credit: float = 4.0
+    credit: float = 0.5
 
     def settle(self, written: int, cost: float) -> None:
         """Add what the tokens of a round earned, and subtract its cost in plain steps."""
@@ -108,13 +110,32 @@ class Estimates:
 
 
 class Offer(NamedTuple):
-    """Possible draft of the coming round; acceptance is learned per ``kind``. ``tokens`` are given
-    where they are known without running a model.
+    """Possible draft of the coming round, by the drafter ``name``.
+
+    ``rates`` are those of its kind. ``cost`` is that of a drafted token in plain steps: its draft
+    step, if it needs one, and its row of the verification. ``tokens`` are given where they are
+    known without running a model.
     """
 
     name: str
-    kind: str
+    rates: Rates
+    cost: float
     tokens: Sequence[int] | None = None
+
+
+@dataclass
+class Choice:
+    """All offers of a round, the one that is taken, if any pays, and its expected speed-up.
+
+    While its model drafts, ``confidences`` has those of the drafted tokens, and ``reached`` is the
+    probability that all of them are accepted.
+    """
+
+    offers: Sequence[Offer] = ()
+    taken: Offer | None = None
+    speedup: float = 1.0
+    confidences: list[float] = field(default_factory=list)
+    reached: float = 1.0
 
 
 class Auto(Policy):
@@ -144,112 +165,94 @@ class Auto(Policy):
         self.reads_draft_confidence = by_confidence
         self.drafters = drafters
         self.costs_at = costs
-        self.costs = Costs({}, 0.0)  # of the current round
         self.estimates = estimates or Estimates()
         self.priors = PRIOR_RATES | dict(priors or {})
-        # of the current round: all offers, the one that is taken, and its speed-up
-        self.offers: list[Offer] = []
-        self.taken: Offer | None = None
-        self.speedup = 1.0
-        self.confidences: list[float] = []
-        self.reached = 1.0  # the probability that all tokens drafted so far are accepted
+        self.choice = Choice()
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return the draft of the offer with the largest expected speed-up: empty if none pays."""
-        self.costs = self.costs_at(len(text))
-        self.offers = [
-            self._offer(name, drafter, text, limit)
-            for name, drafter in self.drafters.items()
-            if name in self.costs.steps or isinstance(drafter, ModelFreeDrafter)
-        ]
-        drafts = [(*self._best_length(offer, limit), offer) for offer in self.offers]
-        speedup, length, taken = max(drafts, key=lambda draft: draft[0])
+        offers = [*self._offers(text, limit)]
+        drafts = [(*self._best_length(offer, limit), offer) for offer in offers]
+        speedup, length, taken = max(drafts, key=lambda draft: draft[0], default=(1.0, 0, None))
         if speedup <= 1:
+            self.choice = Choice(offers)
             return empty_draft(text.vocab_size, text.device)
-        self.taken = taken
-        self.speedup = speedup
+        self.choice = Choice(offers, taken, speedup)
         if taken.tokens is not None:
             return draft_of(text, taken.tokens[:length])
         return self.drafters[taken.name].propose(text, length, params, policy, randomness)
 
-    def _offer(self, name: str, drafter: Drafter, text: Text, limit: int) -> Offer:
-        """Return a drafter's offer: a lookup's acceptance is learned per length of its n-gram."""
-        if isinstance(drafter, ModelFreeDrafter):
-            quality, tokens = drafter.find(text, limit)
-            return Offer(name, f"{name} {quality}", tokens)
-        return Offer(name, name)
+    def _offers(self, text: Text, limit: int) -> Iterator[Offer]:
+        """Return the offers of all drafters that have one. A lookup's acceptance is learned per
+        length of its n-gram.
+        """
+        costs = self.costs_at(len(text))
+        for name, drafter in self.drafters.items():
+            if isinstance(drafter, ModelFreeDrafter):
+                quality, tokens = drafter.find(text, limit)
+                if tokens:
+                    yield Offer(name, self.rates(f"{name} {quality}"), costs.row, tokens)
+            elif name in costs.steps:
+                yield Offer(name, self.rates(name), costs.row + costs.steps[name])
 
     def _best_length(self, offer: Offer, limit: int) -> tuple[float, int]:
         """Return the largest expected speed-up of an offer and the length that has it, as far as
-        the credit covers; 0 and 0 for no draft.
+        the credit covers; 1 and 0 where no draft pays.
 
         A draft that ends by confidence has as many tokens as the credit covers.
         """
-        rate = self.rates(offer).mean()
-        cost = self.cost(offer)
+        rate = offer.rates.mean()
         longest = limit if offer.tokens is None else min(limit, len(offer.tokens))
-        if longest * cost > self.estimates.credit:
-            longest = int(self.estimates.credit / cost)
+        if longest * offer.cost > self.estimates.credit:
+            longest = int(self.estimates.credit / offer.cost)
+        # Later tokens are accepted less often than the first: if that one does not pay, none does.
+        if not longest or rate <= offer.cost:
+            return 1.0, 0
         lengths = range(1, longest + 1)
-        best = max(((expected_speedup(rate, k, cost, 1.0), k) for k in lengths), default=(0.0, 0))
+        speedup, best = max((expected_speedup(rate, k, offer.cost, 1.0), k) for k in lengths)
         ends_by_confidence = offer.tokens is None and self.reads_draft_confidence
-        return (best[0], longest) if ends_by_confidence else best
+        return speedup, longest if ends_by_confidence else best
 
     def keep_drafting(self, confidence: float) -> bool:
         """Return whether another token is worth its cost: its probability of acceptance is more
         than its cost times the speed-up that was expected of the draft.
         """
-        if self.taken is None:
-            return True
-        rates = self.rates(self.taken)
-        self.confidences.append(confidence)
-        self.reached *= rates.at(confidence)
-        return self.reached * rates.mean() > self.cost(self.taken) * self.speedup
+        choice = self.choice
+        rates = choice.taken.rates
+        choice.confidences.append(confidence)
+        choice.reached *= rates.at(confidence)
+        return choice.reached * rates.mean() > choice.taken.cost * choice.speedup
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round, and settle its credit.
 
-        Known tokens are compared with the text even where their offer was not taken.
+        Known tokens are compared with the text even where their offer was not taken. Where no offer
+        was, any draft is another drafter's.
         """
+        taken = self.choice.taken
         drafted = len(round.drafted)
-        if self.taken:
-            cost = self.cost(self.taken)
-        else:  # another drafter drafted, if any did
-            cost = self.costs_at(round.position).row if drafted else 0.0
+        cost = taken.cost if taken else self.costs_at(round.position).row
         self.estimates.settle(len(round.emitted), 1 + drafted * cost)
-        for offer in self.offers:
+        for offer in self.choice.offers:
             if offer.tokens:
-                equal = common_prefix(offer.tokens, round.emitted)
-                rejected = equal < min(len(offer.tokens), len(round.emitted))
-                self.rates(offer).learn([1.0] * (equal + rejected), equal)
-            elif offer is self.taken and drafted:
-                judged = min(drafted, round.accepted + 1)
-                confidences = self.confidences or [1.0] * judged
-                self.rates(offer).learn(confidences[:judged], round.accepted)
-            elif offer.tokens is None:
-                self.rates(offer).fade()
-        self.offers = []
-        self.taken = None
-        self.confidences = []
-        self.reached = 1.0
+                compared = [1.0] * min(len(offer.tokens), len(round.emitted))
+                offer.rates.learn(compared, common_prefix(offer.tokens, round.emitted))
+            elif offer is taken:
+                offer.rates.learn(self.choice.confidences or [1.0] * drafted, round.accepted)
+            else:
+                offer.rates.fade()
+        self.choice = Choice()
 
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():
             drafter.rollback(length)
 
-    def cost(self, offer: Offer) -> float:
-        """Return the cost of a drafted token in plain steps: its draft step, if it needs one, and
-        its row of the verification.
-        """
-        return self.costs.row + self.costs.steps.get(offer.name, 0.0)
-
-    def rates(self, offer: Offer) -> Rates:
-        """Return the rates of an offer's kind of draft."""
-        if offer.kind not in self.estimates.rates:
-            self.estimates.rates[offer.kind] = Rates(self.priors.get(offer.kind, PRIOR_RATE))
-        return self.estimates.rates[offer.kind]
+    def rates(self, kind: str) -> Rates:
+        """Return the rates of a kind of draft."""
+        prior = self.priors.get(kind, PRIOR_RATE)
+        return self.estimates.rates.setdefault(kind, Rates(prior))
 
 
 def tenth(confidence: float) -> int:

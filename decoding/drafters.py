@@ -28,7 +28,7 @@ from decoding.text import Text
 from model.errors import InputError
 from model.plan import LayerPlan
 
-# most tokens that a step of a draft model reads; of more, all but the last are prefilled
+# most tokens that a draft model reads in one step; of more, it prefills all but the last
 CATCH_UP = 16
 IDS_AS_CHARACTERS = f"utf-32-{sys.byteorder[0]}e"  # an id in four bytes, as in an array
 
@@ -55,76 +55,85 @@ class Drafter(Protocol):
     def rollback(self, length: int) -> None: ...
 
 
-class CheckedDrafter:
-    """Drafter whose drafts are checked before the loop uses them: for a class that is not trusted.
-
-    Raises InputError for an object without the methods of a drafter, and, as ``check_draft`` does,
-    for a draft that breaks the contract.
+@dataclass
+class Wrapper:
+    """Drafter around an ``inner`` one. A subclass says what is drafted; the inner drafter is rolled
+    back.
     """
 
-    def __init__(self, inner: Drafter, target: Model) -> None:
+    inner: Drafter
+
+    def rollback(self, length: int) -> None:
+        self.inner.rollback(length)
+
+
+@dataclass
+class CheckedDrafter(Wrapper):
+    """Drafter whose drafts are checked before the loop uses them: for a class that is not trusted.
+
+    Raises InputError for an object without the methods of a drafter, and for a draft that breaks
+    the contract.
+    """
+
+    target: Model
+
+    def __post_init__(self) -> None:
         for method in ("propose", "rollback"):
-            if not callable(getattr(inner, method, None)):
-                raise contract_error(inner, f"it has no method `{method}`")
-        self.inner = inner
-        self.target = target
-        self.rollback = inner.rollback
+            if not callable(getattr(self.inner, method, None)):
+                raise self._error(f"it has no method `{method}`")
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return the draft of the inner drafter, after the check."""
         draft = self.inner.propose(text, limit, params, policy, randomness)
-        check_draft(self.inner, draft, limit, self.target)
+        if fault := fault_of(draft, limit, self.target):
+            raise self._error(fault)
         return draft
 
+    def _error(self, fault: str) -> InputError:
+        return InputError(
+            f"the drafter {type(self.inner).__name__} breaks its contract (see"
+            f" decoding/drafters.py): {fault}"
+        )
 
-def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> None:
-    """Raise InputError for a draft of wrong type, length or shape, on a CPU for wrong numbers."""
+
+def fault_of(draft: Draft, limit: int, target: Model) -> str | None:
+    """Return what is wrong with the type or the shapes of a draft, on a CPU also with its numbers;
+    None where nothing is.
+    """
     if not (
         isinstance(draft, Draft)
         and isinstance(draft.tokens, Tensor)
         and isinstance(draft.probs, Tensor)
     ):
-        raise contract_error(
-            drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}"
-        )
+        return f"`propose` must return a Draft of tensors, found {draft!r:.80}"
     tokens = draft.tokens
     probs = draft.probs
     device = target.device
     found = tokens.dim(), tokens.dtype, tokens.device
     if found != (1, torch.int64, device) or len(tokens) > limit:
-        raise contract_error(
-            drafter,
+        return (
             f"`tokens` must be [k] int64 on {device} with k at most {limit}, found"
-            f" {list(tokens.shape)} {tokens.dtype} on {tokens.device}",
+            f" {list(tokens.shape)} {tokens.dtype} on {tokens.device}"
         )
     shape = len(tokens), target.vocab_size
     if (probs.shape, probs.device) != (shape, device) or not probs.is_floating_point():
-        raise contract_error(
-            drafter,
+        return (
             f"`probs` must be {list(shape)} floats on {device}, found {list(probs.shape)}"
-            f" {probs.dtype} on {probs.device}",
+            f" {probs.dtype} on {probs.device}"
         )
-    if len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
-        ids = tokens.tolist()
-        if not all(0 <= token < target.vocab_size for token in ids):
-            raise contract_error(
-                drafter, f"`tokens` must be from 0 and below {target.vocab_size}, found {ids}"
-            )
-        # by NumPy, on one thread
-        sums = probs.to(torch.promote_types(probs.dtype, torch.float32)).numpy().sum(-1).tolist()
-        # 0: of a model with non-finite logits
-        if not all(total == 0 or abs(total - 1) < 0.01 for total in sums):
-            raise contract_error(drafter, f"each row of `probs` must sum to 1, found {sums}")
-
-
-def contract_error(drafter: Drafter, broken: str) -> InputError:
-    """Return the error of a drafter that breaks its contract: its class and the broken part."""
-    return InputError(
-        f"the drafter {type(drafter).__name__} breaks its contract (see decoding/drafters.py):"
-        f" {broken}"
-    )
+    if device.type != "cpu":  # reading a GPU's numbers would synchronise
+        return None
+    ids = tokens.tolist()
+    if not all(0 <= token < target.vocab_size for token in ids):
+        return f"`tokens` must be from 0 and below {target.vocab_size}, found {ids}"
+    # by NumPy, on one thread
+    sums = probs.to(torch.promote_types(probs.dtype, torch.float32)).numpy().sum(-1).tolist()
+    # 0: of a model with non-finite logits
+    if not all(total == 0 or abs(total - 1) < 0.01 for total in sums):
+        return f"each row of `probs` must sum to 1, found {sums}"
+    return None
 
 
 @cache
@@ -190,13 +199,13 @@ class ModelDrafter:
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
         ends_at_eos = ends_at_end_of_text(text, policy)
         # only penalties and constraints read the drafted tokens before the draft ends
-        extends = params.penalises or bool(text.constraints)
-        draft: list[Draft] = []  # of one token each
-        while len(draft) < limit:
-            step = self._draw(text, context, unread, len(draft), params, randomness)
+        extends = params.penalises or bool(text.rules.constraints)
+        steps: list[Draft] = []  # drafts of one token each
+        while len(steps) < limit:
+            step = self._draw(text, context, unread, len(steps), params, randomness)
             if step is None:
                 break
-            draft.append(step)
+            steps.append(step)
             unread = step.tokens
             if policy.reads_draft_confidence and not policy.keep_drafting(confidence_of(step)):
                 break
@@ -204,7 +213,7 @@ class ModelDrafter:
                 break
             if extends:
                 context = torch.cat((context, step.tokens))
-        return in_a_row([empty_draft(text.vocab_size, text.device), *draft])
+        return in_a_row([empty_draft(text.vocab_size, text.device), *steps])
 
     def _draw(
         self,
@@ -215,10 +224,10 @@ class ModelDrafter:
         params: SamplingParams,
         randomness: Randomness,
     ) -> Draft | None:
-        """Draft of one token, drawn by a step of the model that reads the tokens ``unread`` before
-        it: the last ones of the text with its first ``drafted`` drafted tokens.
+        """Return a draft of one token, after a step of the model that reads the ``unread`` tokens.
 
-        None where nothing is allowed: an error only if the text comes to this place.
+        These are the last ones of the text with its first ``drafted`` drafted tokens. None where no
+        token is allowed: that is an error only if the text comes to this place.
         """
         logits = self._read(unread, len(text) + drafted - len(unread), text.vocab_size)
         allowed = text.allowed(context[len(text) :], first=drafted)
@@ -308,7 +317,7 @@ def ends_at_end_of_text(text: Text, policy: Policy) -> bool:
     fixed length has its length.
     """
     reads_confidence_on_cpu = policy.reads_draft_confidence and text.device.type == "cpu"
-    return bool(text.constraints) or reads_confidence_on_cpu
+    return bool(text.rules.constraints) or reads_confidence_on_cpu
 
 
 def confidence_of(step: Draft) -> float:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.drafters import Draft, Drafter, draft_of
+from decoding.drafters import Draft, Wrapper, draft_of
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import common_prefix
@@ -58,7 +58,7 @@ class Vocabulary:
         eos_ids: frozenset[int],
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """Raises InputError without an end-of-text token, with which a grammar ends."""
+        """Raises InputError where no token ends a text, as every grammar must."""
         eos_ids = eos_ids.intersection(range(len(tokens)))
         if not eos_ids:
             raise InputError("a grammar needs a model with an end-of-text token: this one has none")
@@ -98,7 +98,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         constraint = self(0)
-        first = constraint([])  # some that nothing satisfies show it only here
+        first = constraint([])  # some grammars that nothing satisfies fail only here
         if trouble := constraint.trouble_after([]):
             raise InputError(trouble)
         first[list(self.vocabulary.eos_ids)] = False
@@ -224,18 +224,16 @@ class GrammarConstraint:
         self.consumed = written
 
 
-class ForcedTokens:
+@dataclass
+class ForcedTokens(Wrapper):
     """Drafter of the tokens that a grammar forces: where it allows one only, they are the round's
     draft, and elsewhere the ``inner`` drafter drafts.
 
-    After them come the tokens that the tokenizer gives to the bytes that the grammar forces. Others
-    are allowed there that begin with these bytes, so they are guesses.
+    After them come the tokens that the tokenizer gives to the bytes that the grammar forces. These
+    are guesses, since other tokens that begin with the same bytes are allowed there.
     """
 
-    def __init__(self, constraint: GrammarConstraint, inner: Drafter) -> None:
-        self.constraint = constraint
-        self.inner = inner
-        self.rollback = inner.rollback
+    constraint: GrammarConstraint
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness

@@ -46,7 +46,8 @@ class AdaptiveExit(Policy):
 
     Drafting ends after the first token whose confidence is below ``threshold``; that token is
     verified like the others. Below a smoothed acceptance rate of ``ALPHA`` the threshold rises.
-    Otherwise it falls, unless the draft was full.
+    Otherwise it falls, unless the draft was full. A draft whose confidences were not asked about,
+    such as one that no model made, changes neither.
     """
 
     reads_draft_confidence = True
@@ -59,12 +60,15 @@ class AdaptiveExit(Policy):
         self.threshold = threshold
         self.step = step
         self.rate = 0.0
+        self.was_asked = False  # in this round
 
     def keep_drafting(self, confidence: float) -> bool:
+        self.was_asked = True
         return confidence >= self.threshold
 
     def observe(self, round: Round) -> None:
-        drafted = len(round.drafted)
+        drafted = len(round.drafted) if self.was_asked else 0
+        self.was_asked = False
         if not drafted:
             return
         accepted = round.accepted / drafted

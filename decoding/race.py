@@ -15,10 +15,10 @@ from decoding.rows import first_least
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
 INVERSE = pow(GOLDEN, -1, 2**64)
 MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
-# On a CPU a row of more possible tokens has exponentials only of those with p of at least 1 / FEW,
-# and of those with a small 1 - u.
+# On a CPU a race of more possible tokens computes the exponentials of those with p of at least
+# 1 / FEW, and of those with a small 1 - u.
 FEW = 4096
-# Where more than one of SHARED ids is possible, the exponentials of all are computed and kept.
+# Where more than one id in SHARED is possible, the exponentials of all are computed and kept.
 SHARED = 8
 
 
@@ -43,17 +43,17 @@ def race(probs: Tensor, gaps: Tensor) -> Tensor:
 def race_among_few(probs: np.ndarray, key: int) -> int:
     """Return the ``race`` of one row ``[vocab]`` on a CPU, with logarithms of a few ids only.
 
-    A row of 49,152 possible tokens takes .11 ms, and .23 by ``race_at``; a round has several rows.
+    After a filter these are the possible tokens. Of many possible tokens they are the likely ones,
+    of p at least 1 / FEW, and those of a small 1 - u. E is at least 1 - u, so another token can win
+    only if its 1 - u is below the E/p of the likeliest token, divided by FEW.
 
-    After a filter these are the possible tokens. In a row of many possible tokens they are the
-    likely ones, of p at least 1 / FEW, and those of a small 1 - u: E is at least 1 - u, so another
-    token can only win if its 1 - u is below the E/p of the likeliest token, divided by FEW.
+    A row of 49,152 possible tokens takes .11 ms here and .23 by ``race_at``. A round has several.
     """
     few = probs > 0
     count = np.count_nonzero(few)
     if count < 2:  # a row of zeros has token 0, which is meaningless
         return few.argmax().item()
-    if count > FEW:  # of which the likeliest gives a bound of the least E/p
+    if count > FEW:  # the least E/p is at most that of the likeliest token
         bits = hashed(id_counters(len(probs)) + key).view(np.uint64)
         likeliest = probs.argmax()
         arrival = -math.log(((int(bits[likeliest]) >> 11) + 1) * 2.0**-53) / float(probs[likeliest])
@@ -86,7 +86,7 @@ def id_counters(vocab: int) -> np.ndarray:
 
 
 def complements(bits: Tensor | np.ndarray) -> Tensor | np.ndarray:
-    """Return 1 - u of hashed ``bits``, of which u in (0, 1] takes 53: int64 in units of 2⁻⁵³."""
+    """Return 1 - u, int64 in units of 2⁻⁵³, of hashed ``bits``: 53 of them give u in (0, 1]."""
     return 2**53 - 1 - shifted(bits, 11)
 
 

@@ -1,7 +1,7 @@
 """Random draws of the loop, behind three methods that a proof can replace.
 
 In production they are computed from a ``torch.Generator``, or from exponentials keyed by seed and
-position, with which the seed determines the text under any draft. In a proof
+position: then the seed determines the text under any draft. In a proof
 ``decoding.proof.enumeration`` takes every outcome in turn.
 """
 
@@ -90,7 +90,7 @@ class SeededRandomness(Randomness):
         self.used = 0  # of the numbers drawn
 
     def uniform(self, count: int) -> Tensor:
-        """Return ``[count]`` float64 in [0, 1), of which many are drawn at a time."""
+        """Return ``[count]`` float64 in [0, 1). Many are drawn at a time, for later calls too."""
         if self.used + count > len(self.drawn):
             self.drawn = torch.rand(
                 max(count, UNIFORMS),

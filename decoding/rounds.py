@@ -60,7 +60,7 @@ class Statistics:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    # [n]: rounds with a draft of which n were accepted
+    # [n]: the number of rounds that accepted n tokens of their draft
     histogram: list[int] = field(default_factory=list)
     # rounds that drafted a token at this position of the draft, counted from 0
     drafts_at: Counter[int] = field(default_factory=Counter)
@@ -116,7 +116,7 @@ def expected_speedup(rate: float, length: int, cost: float, verification: float)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the number of equal tokens at the beginning of both."""
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:  # mostly so, and fast
         return shorter

@@ -201,8 +201,9 @@ def candidates(
 ) -> tuple[np.ndarray | slice, float]:
     """Return the ids of a row's few tokens that may pass the filters, and their mass.
 
-    They are the tokens within some distance of the largest score, 0: at least k under top-k, and
-    without it enough for top-p. The mass is that within which top-p counts: 1 under top-k.
+    They are the tokens within some distance of the largest score, 0: at least k under top-k, else
+    enough for top-p or min-p. The mass is their share of all probability, by which the caller
+    divides top-p. Under top-k, where top-p counts among the k likeliest tokens alone, it is 1.
     """
     if not (top_p or min_p or top_k):
         return slice(None), 1.0

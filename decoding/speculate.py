@@ -42,7 +42,7 @@ def speculate(
 
     Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text
     but the last (``target.prefill``). Rolled back to the prompt, it can be used for another sample.
-    ``verify`` is the rule that goes with the randomness (``decoding.verify.COUPLINGS``). Raises
+    ``verify`` is the rule that goes with the randomness (``decoding.verify.RULES``). Raises
     InputError where no token can follow the text, because the constraints allow none or the
     target's logits are non-finite. A round in which this happens after accepted tokens keeps them:
     the next one raises the error. A drafter is trusted to keep its contract: ``CheckedDrafter``
@@ -54,7 +54,7 @@ def speculate(
         # The cache holds every token of the text but the last. The steps are those of the chapter:
         # 1. Draft up to γ tokens, each with the distribution that it was drawn from.
         position = len(text)
-        context = text.tensor()  # now: on a GPU the copy would wait for the draft
+        context = text.tensor()  # before the draft, for which the copy to a GPU would wait
         limit = max(0, min(policy.draft_length(), text.remaining - 1))
         draft = drafter.propose(text, limit, params, policy, randomness)
         # 2. Verify the last token and the draft in one pass: distributions after each of them.
@@ -105,12 +105,12 @@ def read_verdict(
     probs: Tensor,
     policy: Policy,
 ) -> Verdict:
-    """Return the result of a verification, copied from the device in one synchronisation per round.
+    """Return the result of a verification, copied from the device in one synchronisation.
 
-    Nothing can follow a row of zeros: no token is allowed there, or the largest logit is NaN or
-    infinite. Only after a token of probability 0 are there more synchronisations, which tell that
-    and why. Raises InputError if this is the row after the text. Behind accepted tokens, the next
-    round comes to it; the rows after a rejected token belong to no text.
+    No token can follow a row of zeros: the constraints allow none there, or the largest logit is
+    NaN or infinite. The accepted tokens before it are kept; where there are none, this raises the
+    InputError that says why. Such a row is looked for only if the token drawn has probability 0,
+    since looking synchronises again.
     """
     p = probs.take(accepted * probs.shape[1] + token)
     # as one tensor at least float32, exact for ids below 2²⁴

@@ -122,7 +122,6 @@ class Text:
         self.max_positions = target.max_positions
         self.stops = Patterns(rules.stop_strings)
         self.bans = Patterns(rules.banned)
-        self.constraints = rules.constraints
         self.tokens: list[int] = []
         self.data = bytearray()
         self.begins = [0]  # of each token and the next one, the offset of its bytes in ``data``
@@ -206,7 +205,7 @@ class Text:
         bool ``[k + 1 - first, vocab]`` on the draft's device. Where all tokens are allowed it is
         None, and without constraints that is known without reading the draft.
         """
-        if self.constraints:
+        if self.rules.constraints:
             ids = drafted.tolist()
             rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
         elif len(self) in self.forbidden and not first:
@@ -231,7 +230,7 @@ class Text:
         tokens = [*self.tokens, *drafted]
         masks = [
             mask.cpu()
-            for constraint in self.constraints
+            for constraint in self.rules.constraints
             if (mask := constraint(tokens)) is not None
         ]
         if len(tokens) in self.forbidden:

@@ -12,13 +12,14 @@ Knows nothing of files, options and clocks. No other file of this folder knows o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from decoding.drafters import Draft, Drafter, empty_draft
+from decoding.drafters import Draft, Wrapper, empty_draft
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams
@@ -75,7 +76,7 @@ class Together:
 
         Raises the loop's errors, here and in ``step``: a loop that may fail alone catches them.
         """
-        running = greenlet(loop)
+        running = greenlet(lambda _: loop())
         self.loops.append(running)
         self._go_on(running)
         return running
@@ -126,11 +127,9 @@ class Together:
         """Run a loop until its next call. ``result`` is that of its last call; an exception is
         raised in the loop.
         """
-        failed = isinstance(result, Exception)
+        resume = loop.throw if isinstance(result, Exception) else loop.switch
         try:
-            call = (
-                loop.throw(result) if failed else loop.switch(*[] if result is None else [result])
-            )
+            call = resume(result)
         finally:
             if loop.dead:
                 self.loops.remove(loop)
@@ -138,17 +137,15 @@ class Together:
             self.calls[loop] = call
 
 
-class ForFew:
+@dataclass
+class ForFew(Wrapper):
     """Drafter that drafts nothing while more than ``FEW`` texts share the steps.
 
     For greedy texts and the race, which no draft length changes. Under the ratio rule a draft
     length decides which random numbers a token is drawn with, so a text drafts as it would alone.
     """
 
-    def __init__(self, inner: Drafter, together: Together) -> None:
-        self.inner = inner
-        self.together = together
-        self.rollback = inner.rollback
+    together: Together
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness

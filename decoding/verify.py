@@ -124,7 +124,7 @@ def in_ratio(
 
 Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]
 
-COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
+RULES: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
     "ratio": (SeededRandomness, verify_by_ratio),
     "race": (KeyedRandomness, verify_by_race),
     "block": (SeededRandomness, verify_by_block),
@@ -135,7 +135,7 @@ COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness],
 class Rule:
     """Rule of verification with its seed: they determine the text that is drawn after a prompt.
 
-    ``name`` is a key of ``COUPLINGS``; ``sample`` numbers the texts of one prompt.
+    ``name`` is a key of ``RULES``; ``sample`` numbers the texts of one prompt.
     """
 
     name: str
@@ -144,9 +144,9 @@ class Rule:
 
     def randomness(self, device: torch.device | str = "cpu") -> Randomness:
         """Return a fresh source of randomness for one text."""
-        return COUPLINGS[self.name][0](self.seed, device, self.sample)
+        return RULES[self.name][0](self.seed, device, self.sample)
 
     @property
     def verify(self) -> Verify:
         """The rule that goes with this randomness."""
-        return COUPLINGS[self.name][1]
+        return RULES[self.name][1]

@@ -1,6 +1,6 @@
 """Shared parts of the proofs of the loop: tiny real modules, drafters and policies by name."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from decoding.proof.judge import self_draft
+from decoding.proof.loop_law import self_draft
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import SeededRandomness
-from decoding.rounds import Round
-from decoding.speculate import speculate
 from decoding.text import Rules, Text, TokenBytes
 from model.cache import KVCache
 from model.config import parse_config
@@ -114,7 +112,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Decoder:
-    """This project's model of a config.json, with random weights of which every one matters."""
+    """This project's model of a config.json, with random weights that all matter."""
     model = build(parse_config(raw)).to(dtype).requires_grad_(False).eval()
     model.initialise(std=1.0)  # else biases differ between processes
     randomise(model, 0)
@@ -168,37 +166,12 @@ REAL_POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def begun(
-    model: Any, drafter: str, prompt: list[int], capacity: int = 64
-) -> tuple[KVCache, Drafter]:
-    """A cache that holds a prompt without its last token, and a drafter; the steps of both are
-    recorded.
-    """
-    cache = model.new_cache(capacity)
-    drafts = REAL_DRAFTERS[drafter](model, cache)
-    with torch.inference_mode():
-        model.step_of(cache)
-        for each in getattr(drafts, "drafters", {"": drafts}).values():
-            if isinstance(each, ModelDrafter):
-                each.model.step_of(each.cache, each.plan)
-        model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
-    return cache, drafts
-
-
 def prefilled(model: Any, prompt: Sequence[int], capacity: int | None = None) -> KVCache:
     """A cache that holds a prompt without its last token."""
     cache = model.new_cache(capacity or model.max_positions)
     with torch.inference_mode():
         model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
     return cache
-
-
-def speculated(
-    model: Any, text: Text, new_drafter: NewDrafter, *how: Any, **more: Any
-) -> Iterator[Round]:
-    """Rounds of the production loop from a new cache; further arguments are ``speculate``'s."""
-    cache = prefilled(model, text.tokens)
-    return speculate(model, cache, text, new_drafter(model, cache), *how, **more)
 
 
 def speculative(

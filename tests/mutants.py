@@ -27,10 +27,10 @@ import tests.conftest  # noqa: F401  examples without shrinking, as in the tests
 from decoding.drafters import ModelDrafter
 from decoding.grammar import GrammarConstraint
 from decoding.policies import AdaptiveExit
-from decoding.proof import judge
+from decoding.proof import loop_law
 from decoding.proof.enumeration import total_variation
 from decoding.proof.foreign import law_of
-from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.loop_law import Setup, bias, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TableModel
 from decoding.randomness import SeededRandomness
@@ -102,13 +102,13 @@ def law(
     *,
     ties: bool = False,
     model: TableModel | None = None,
-    coupling: str = "ratio",
+    rule: str = "ratio",
 ) -> Callable[[], None]:
     """A killer: the production loop's enumerated law equals plain sampling's."""
     model = model or table(ties=ties)
 
     def the_enumerated_law_equals_plain_samplings() -> None:
-        assert bias(model, request, setup or Setup(), coupling) < EXACT
+        assert bias(model, request, setup or Setup(), rule) < EXACT
 
     return the_enumerated_law_equals_plain_samplings
 
@@ -124,7 +124,7 @@ def under(name: str, setup: Setup | None = None) -> Callable[[], None]:
     def the_enumerated_law_equals_plain_samplings() -> None:
         request = test_grammar.request(name)
         known = replace(request, constraints=(test_grammar.of_language(name),))
-        with mock.patch.object(judge, "plain_law", lambda model, _: plain_law(model, known)):
+        with mock.patch.object(loop_law, "plain_law", lambda model, _: plain_law(model, known)):
             law(request, setup, model=test_grammar.table(name))()
 
     return the_enumerated_law_equals_plain_samplings
@@ -165,12 +165,10 @@ def judged(mutant: Mutant) -> float | None:
     distances = [0.0]
 
     def found_by_judge(
-        model: TableModel, request: Request, setup: Setup, coupling: str = "ratio"
+        model: TableModel, request: Request, setup: Setup, rule: str = "ratio"
     ) -> float:
-        found = law_of(
-            lambda: run_loop(model, request, setup, SeededRandomness(0), coupling=coupling)
-        )
-        distances.append(total_variation(found.probs, judge.plain_law(model, request)))
+        found = law_of(lambda: run_loop(model, request, setup, SeededRandomness(0), rule=rule))
+        distances.append(total_variation(found.probs, loop_law.plain_law(model, request)))
         return distances[-1]
 
     with applied(mutant), mock.patch(f"{__name__}.bias", found_by_judge):
@@ -231,10 +229,10 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
-        "for _ in range(limit - len(draft)):\n"
-        "        draft.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
-        "    return in_a_row([empty_draft(text.vocab_size, text.device), *draft])",
+        "return in_a_row([empty_draft(text.vocab_size, text.device), *steps])",
+        "for _ in range(limit - len(steps)):\n"
+        "        steps.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
+        "    return in_a_row([empty_draft(text.vocab_size, text.device), *steps])",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -406,10 +404,10 @@ MUTANTS = [
         "an unsure token is drawn, looked at and dropped",
         ModelDrafter,
         "propose",
-        "draft.append(step)\n",
-        "draft.append(step)\n"
+        "steps.append(step)\n",
+        "steps.append(step)\n"
         "        if not policy.keep_drafting(confidence_of(step)):\n"
-        "            draft.pop()\n",
+        "            steps.pop()\n",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -494,8 +492,8 @@ MUTANTS = [
         "draft and residual share their random numbers under the ratio rule",
         R.Rule,
         "randomness",
-        "return COUPLINGS[self.name][0](self.seed, device, self.sample)",
-        "randomness = COUPLINGS[self.name][0](self.seed, device, self.sample)\n"
+        "return RULES[self.name][0](self.seed, device, self.sample)",
+        "randomness = RULES[self.name][0](self.seed, device, self.sample)\n"
         "    randomness.draw = KeyedRandomness(self.seed, device, self.sample).draw\n"
         "    return randomness",
         of(test_race.test_over_seeds_the_first_token_has_the_targets_law, "ratio"),
@@ -548,7 +546,7 @@ MUTANTS = [
         "verify_by_block",
         "torch.where(passed, numbers, 0).amax()",
         "passed.long().cumprod(0).sum()",
-        law(LONG, coupling="block"),
+        law(LONG, rule="block"),
     ),
     Mutant(
         38,
@@ -557,7 +555,7 @@ MUTANTS = [
         "verify_by_block",
         "residual = torch.cat((residuals, p[-1:]))",
         "residual = torch.cat(((p[:-1] - q).clamp(min=0), p[-1:]))",
-        law(LONG, model=random_tables(9, 4, 3), coupling="block"),
+        law(LONG, model=random_tables(9, 4, 3), rule="block"),
     ),
     Mutant(
         39,
@@ -566,7 +564,7 @@ MUTANTS = [
         "verify_by_block",
         "residual = torch.cat((residuals, p[-1:]))",
         "residual = torch.cat((residuals, (p[-1:] - q[-1:]).clamp(min=0)))",
-        law(LONG, coupling="block"),
+        law(LONG, rule="block"),
     ),
     Mutant(
         40,

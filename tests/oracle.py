@@ -60,7 +60,7 @@ def lifted() -> Iterator[None]:
 def oracle_model(
     raw: dict[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> nn.Module:
-    """transformers' model of a config.json, with random weights of which every one matters."""
+    """transformers' model of a config.json, with random weights that all matter."""
     config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
     oracle = transformers.AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation="eager"

@@ -14,18 +14,17 @@ class QuickRates(Rates):
     MEMORY = 0.5
 
 
-def quick(
-    drafters: dict[str, Drafter], *, step: float = 0.45, row: float = 0.1, **more: Any
-) -> Auto:
-    """Every draft step has one cost."""
-    kinds = ("model", *(f"lookup {quality}" for quality in range(4)))
-    estimates = Estimates({kind: QuickRates(0.6) for kind in kinds})
-    return Auto(drafters, lambda length: Costs({"model": step}, row), estimates, **more)
-
-
 def auto(
-    new_drafter: Callable[[Any, KVCache], Drafter], model: Any, cache: KVCache, **more: Any
+    new_drafter: Callable[[Any, KVCache], Drafter],
+    model: Any,
+    cache: KVCache,
+    *,
+    step: float = 0.45,
+    by_confidence: bool,
 ) -> Auto:
-    """Between a drafter of the model's and prompt lookup."""
-    lookup = PromptLookup()
-    return quick({"model": new_drafter(model, cache), "lookup": lookup}, **more)
+    """Between a drafter of the model's and prompt lookup, with credit for any draft."""
+    drafters = {"model": new_drafter(model, cache), "lookup": PromptLookup()}
+    kinds = ("model", *(f"lookup {quality}" for quality in range(4)))
+    estimates = Estimates({kind: QuickRates(0.6) for kind in kinds}, credit=4.0)
+    costs = Costs({"model": step}, 0.1)
+    return Auto(drafters, lambda length: costs, estimates, by_confidence=by_confidence)

@@ -7,12 +7,16 @@ the law of the output, up to float64 rounding. Knows nothing of models and texts
 """
 
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from decoding.randomness import Place, Randomness
@@ -115,6 +119,15 @@ def output_law(
         progress(walk.weight)
         if not walk.next_path():
             return dict(law)
+
+
+@contextmanager
+def bar_of(title: str) -> Iterator[Callable[[float], None]]:
+    """Return a bar on a terminal, which is called with the probability of each path of draws."""
+    hidden = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda weight: bar.advance(task, weight)
 
 
 def total_variation(law: dict[Hashable, float], other: dict[Hashable, float]) -> float:

@@ -3,16 +3,9 @@
     law_of(lambda: sample(model, prompt, 3))
 
 While the function runs, random functions are replaced. A draw of a token is a fork of the paths
-that ``enumeration`` walks. Other random numbers stand for themselves until they decide something:
-
-    torch.rand, uniform_, random.random     u     a comparison splits the interval of u
-    exponential_, -log u                    E     argmax of probs / E draws by probs
-    -log E                                  G     argmax of logits + G draws by softmax(logits)
-
-Each element has a number of its own, and keeps it in views and copies, so that code which uses one
-random number twice has the law that follows from that. Whatever cannot be enumerated is refused by
-name: any other use of such a number, other random functions, races that share noise. Comparisons
-are of real numbers, so a u that is exactly 0 is not seen.
+that ``enumeration`` walks. Other random numbers are ``noise`` until they decide something. Whatever
+cannot be enumerated is refused by name: another use of such a number, another random function,
+races that share noise.
 """
 
 from __future__ import annotations
@@ -34,88 +27,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from decoding.proof.enumeration import Enumerator, total_variation
+from decoding.proof.enumeration import total_variation
+from decoding.proof.noise import Noise, Refused, Walk, as_noise, follow
 from decoding.randomness import Place
 from decoding.rounds import common_prefix
-from model.errors import InputError
 
 PATHS = 100_000  # enumerated before the law is sampled instead
-CLOSE = 1e-12  # relative difference of two numbers that rounding makes
 CONFIDENCE = 0.99  # of the error of a sampled law
-WHOLE = (0.0, 1.0)  # part of a uniform number that has decided nothing
-RACED = (0.0, 0.0)  # part of a number that has decided a race
-UNSCALED = torch.ones((), dtype=torch.float64)  # factor of numbers that were not multiplied
-# kind of the result, by function and kind of the argument
-BECOMES = {
-    ("log", "u"): "log u",
-    ("neg", "log u"): "E",
-    ("log", "E"): "log E",
-    ("neg", "log E"): "G",
-}
-LESS = ("lt", "le", "less", "less_equal")
-GREATER = ("gt", "ge", "greater", "greater_equal")
-ASKS = ("size", "dim", "numel", "len", "get", "is_floating_point", "ndimension", "stride")
-CONVERSIONS = ("item", "cpu", "to", "float", "double", "half", "bfloat16", "type", "type_as")
-# functions that move elements and do not change them; "get" is that of x.T
-MOVES = (
-    *("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select", "get"),
-    *("narrow", "index_select", "gather", "take", "transpose", "permute"),
-    *("clone", "contiguous", "detach"),
-)
 # of torch, by name; ``states`` finds others
 REFUSED = (
     *("randn", "randn_like", "normal", "normal_", "randint", "randint_like", "random_", "randperm"),
     *("poisson", "binomial", "geometric_", "cauchy_", "log_normal_", "gumbel_softmax"),
 )
 NUMPY_UNIFORM = ("random", "random_sample", "rand", "ranf", "sample")
-
-
-class Refused(InputError):
-    """Error of code whose law cannot be enumerated."""
-
-
-class Noise(Tensor):
-    """Random numbers that are not yet known: their ``kind``, and the ``ids`` of the elements, a
-    tensor of the same shape. A race also has the ``weights`` by which its argmax draws.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    kind: str
-    ids: Tensor
-    factor: Tensor  # by which a u was multiplied
-    weights: Tensor
-
-
-def as_noise(
-    data: Tensor, kind: str, ids: Tensor, factor: Tensor = UNSCALED, weights: Any = None
-) -> Noise:
-    """Return the tensor itself as noise, so that functions which write into a tensor can be
-    replaced.
-    """
-    data.__class__ = Noise
-    vars(data).update(kind=kind, ids=ids, factor=factor, weights=weights)
-    return data
-
-
-class Walk(Enumerator):
-    """Enumerator of paths of code that draws numbers, which count from 0, uniform or others."""
-
-    def fresh(self, kind: str, make: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-        """Return noise of new numbers in the tensor that a function makes. Where that draws, the
-        generator of torch stays as it was (see ``states``).
-        """
-        state = torch.get_rng_state()
-        data = make(*given, **named)
-        torch.default_generator.set_state(state)
-        first = len(self.parts)
-        ids = torch.arange(first, first + data.numel())
-        self.parts |= dict.fromkeys(ids.tolist(), WHOLE)
-        return as_noise(data, kind, ids.view(data.shape))
-
-    def is_below(self, number: Hashable, threshold: float) -> bool:
-        if self.parts[number] == RACED:
-            raise Refused("a random number that decided a race cannot be compared")
-        return super().is_below(number, threshold)
 
 
 class SampledWalk(Walk):
@@ -130,8 +54,8 @@ class SampledWalk(Walk):
         return outcomes[self.source.choices(range(len(outcomes)), weights)[0]][1]
 
 
-class Replaced(TorchFunctionMode):
-    """Mode in which the random functions of torch are those of a walk."""
+class FollowedTorch(TorchFunctionMode):
+    """Mode in which torch's random functions are those of a walk, and its others follow noise."""
 
     def __init__(self, walk: Walk) -> None:
         super().__init__()
@@ -153,7 +77,7 @@ class Replaced(TorchFunctionMode):
             return function(*given, **named)
         # float(u) is no conversion of a tensor
         plain = name if name == "__float__" else name.strip("_")
-        found = use(self.walk, plain, function, given, named)
+        found = follow(self.walk, plain, function, given, named)
         is_in_place = name.endswith("_") and not name.endswith("__")
         # Views of noise would not see what is written into it.
         is_unseen = is_in_place and (given[0] is noisy[0] or not isinstance(found, Noise))
@@ -222,105 +146,6 @@ DRAWS: dict[str, Callable[..., Any]] = {
 }
 
 
-def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Return the result of a function of noise, NotImplemented where it is none that can be
-    enumerated.
-    """
-    if name in ASKS:
-        found = function(*given, **named)
-        if not isinstance(found, Tensor):
-            return found
-    kinds = [each.kind if isinstance(each, Noise) else None for each in given]
-    noise = next((each for each in given if isinstance(each, Noise)), None)
-    other = next((each for each in given if each is not noise), None)
-    match [name, *kinds]:  # a kind is None for what is no noise
-        # u.item(), u.float()
-        case [_, str(), *_] if name in CONVERSIONS:
-            return noise
-        # u[0], u.view(-1), (u * q).T
-        case [_, str(kind), *_] if name in MOVES and kind != "a race":
-            ids = function(noise.ids, *given[1:], **named)
-            factor = function(noise.factor.expand(noise.ids.shape), *given[1:], **named)
-            return as_noise(torch.empty(ids.shape), kind, ids, factor)
-        # u.log(), -u.log(), -(-u.log()).log()
-        case [_, str(kind)] if (name, kind) in BECOMES and (noise.factor == 1).all():
-            return as_noise(torch.empty(noise.shape), BECOMES[name, kind], noise.ids)
-        # u < p / q, p / q > u, u.log() <= p.log() - q.log()
-        case [_, "u" | "log u", None] | [_, None, "u" | "log u"] if name in LESS + GREATER:
-            return compare(walk, noise, other, is_below=(name in LESS) == (noise is given[0]))
-        # torch.searchsorted(p.cumsum(-1), u)
-        case ["searchsorted", None, "u"]:
-            return places(walk, other, noise)
-        # torch.minimum(u, largest), the largest number below 1: of real numbers, u itself
-        case ["minimum", "u", None] if (other >= noise.factor * (1 - CLOSE)).all():
-            return noise
-        # u * q, which p is compared with
-        case ["mul" | "rmul" | "multiply", "u", None] | ["mul" | "multiply", None, "u"]:
-            factor = noise.factor * torch.as_tensor(other, dtype=torch.float64)
-            if (factor >= 0).all():  # a comparison divides by it
-                ids, factor = torch.broadcast_tensors(noise.ids, factor)
-                return as_noise(torch.empty(ids.shape), "u", ids, factor)
-        # p / e
-        case ["truediv" | "div" | "divide", None, "E"] if not named:
-            return race(noise, other)
-        # logits + g
-        case ["add" | "radd", "G", None] | ["add", None, "G"] if not named:
-            return race(noise, torch.as_tensor(other).double().softmax(-1))
-        # (p / e).argmax(-1)
-        case ["argmax", "a race", *_]:
-            return winners(walk, noise, *given[1:], **named)
-    return NotImplemented
-
-
-def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
-    """Return whether each u is below its threshold, bool, or whether it is not."""
-    thresholds = torch.as_tensor(other, dtype=torch.float64)
-    if noise.kind == "log u":
-        thresholds = thresholds.exp()
-    ids, thresholds = torch.broadcast_tensors(noise.ids, thresholds / noise.factor)
-    results = [
-        not math.isnan(threshold) and walk.is_below(number, threshold) == is_below
-        for number, threshold in zip(
-            ids.flatten().tolist(), thresholds.flatten().tolist(), strict=True
-        )
-    ]
-    return torch.tensor(results, dtype=torch.bool).view(ids.shape)
-
-
-def places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
-    """Return the place of each u in its row of sorted sums, int64 in the shape of the noise."""
-    thresholds = sums[..., None, :] / noise.factor.expand(noise.ids.shape)[..., None]
-    numbers = noise.ids.flatten().tolist()
-    found = [
-        sum(not walk.is_below(number, threshold) for threshold in row)
-        for number, row in zip(numbers, thresholds.reshape(len(numbers), -1).tolist(), strict=True)
-    ]
-    return torch.tensor(found).view(noise.ids.shape)
-
-
-def race(noise: Noise, weights: Any) -> Noise:
-    """Return a race of one number per weight."""
-    if noise.ids.shape != torch.as_tensor(weights).shape:
-        return NotImplemented
-    return as_noise(torch.empty(noise.shape), "a race", noise.ids, weights=weights)
-
-
-def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the argmax of a race over the last dimension: a fork per row, by the weights.
-
-    Raises Refused where one of its numbers has decided something before.
-    """
-    if dim not in (-1, noise.dim() - 1) and noise.dim() > 1:
-        return NotImplemented
-    for number in noise.ids.flatten().tolist():
-        if walk.parts[number] != WHOLE:
-            raise Refused("two draws share a random number: races that are not independent")
-        walk.parts[number] = RACED
-    rows = noise.weights.reshape(-1, noise.weights.shape[-1])
-    drawn = torch.stack([walk.draw(row, Place(0)) for row in rows]).view(noise.ids.shape[:-1])
-    return drawn[..., None] if keepdim else drawn
-
-
 def refusing(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return all public functions and classes of a module by name, each replaced by one that
     refuses.
@@ -345,7 +170,7 @@ OF_NUMPY = refusing(np.random) | {"get_state": np.random.get_state}
 
 @contextmanager
 def replaced(walk: Walk) -> Iterator[None]:
-    """Return a context in which all random functions are those of the walk, or refused."""
+    """Return a context in which all random functions are those of the walk, or are refused."""
 
     def uniforms(*shape: Any) -> Noise:
         return walk.fresh("u", torch.empty, shape)
@@ -363,6 +188,7 @@ def replaced(walk: Walk) -> Iterator[None]:
         mock.patch.multiple(torch, manual_seed=seed, set_rng_state=seed),
         mock.patch.dict(vars(random), of_python),
         mock.patch.dict(vars(np.random), of_numpy | {"seed": seed, "set_state": seed}),
+        FollowedTorch(walk),
     ):
         yield
 
@@ -429,7 +255,7 @@ def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
     way.
     """
     before = states()
-    with replaced(walk), Replaced(walk):
+    with replaced(walk):
         result = hashable(run())
     for library, state in states().items():
         if state != before[library]:

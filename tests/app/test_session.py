@@ -12,7 +12,7 @@ import generate
 from app import session as sessions
 from app.session import Session
 from decoding.rounds import Round
-from decoding.verify import COUPLINGS
+from decoding.verify import RULES
 from model.errors import InputError
 from model.fast import cpu
 from tests.calls import interrupted, recorded
@@ -37,7 +37,7 @@ def test_a_text_is_the_same_written_streamed_and_in_shared_steps(session: Sessio
     assert generate.generate("tiny-llama", FOX, **OPTIONS, **options).text == sample.text
 
 
-@pytest.mark.parametrize("rule", COUPLINGS)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft", ["exit", "lowbit", "auto", "model"])
 def test_a_seed_repeats_its_texts_alone_and_together(
     session: Session, rule: str, draft: str

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from decoding.drafters import Drafter
 from decoding.grammar import ForcedTokens, Grammar, Vocabulary
-from decoding.policies import FixedLength, Policy
+from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
-from decoding.proof.judge import Setup, run_loop
+from decoding.proof.loop_law import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness
@@ -29,12 +29,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from model.cache import KVCache
 from tests.calls import recorded
-from tests.laws import (
-    EXACT,
-    TABLE_DRAFTERS,
-    QuickExit,
-    random_tables,
-)
+from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
@@ -95,7 +90,7 @@ def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], Drafter]:
     """Forced tokens of the grammar, and elsewhere the drafts of the inner drafter."""
 
     def make(model: Any, cache: KVCache) -> Drafter:
-        return ForcedTokens(grammar(name)(1), TABLE_DRAFTERS[inner](model, cache))
+        return ForcedTokens(TABLE_DRAFTERS[inner](model, cache), grammar(name)(1))
 
     return make
 
@@ -134,7 +129,7 @@ def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
         policy = POLICIES[number % 3]
         setups = [Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
         randomness = KeyedRandomness(number)
-        texts = {run_loop(model, asked, each, randomness, coupling="race") for each in setups}
+        texts = {run_loop(model, asked, each, randomness, rule="race") for each in setups}
         assert len(texts) == 1
 
 
@@ -219,11 +214,13 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(
 ) -> None:
     plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
     rounds: list[Round] = []
-    setup = Setup(under_grammar(name, drafter), lambda: FixedLength(6))
+    policy = AdaptiveExit(0.5, 6)
+    setup = Setup(under_grammar(name, drafter), lambda: policy)
     asked = replace(request(name), max_new_tokens=8)
     run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
     assert rounds[0].drafted[: len(first)] == first and rounds[0].accepted
     assert {*plans} == {()}, "the target alone was called"
+    assert (policy.rate, policy.threshold) == (0.0, 0.5), "nothing is learned of a model's drafts"
 
 
 # ---- what a user may give ----
@@ -241,6 +238,7 @@ BAD = [
         '{"uniqueItems": true}',
         'the JSON schema: Unimplemented keys: ["uniqueItems"]',
     ),
+    ("json_schema", '{"const": "\\ud800"}', "the JSON schema is not supported"),
     ("json_schema", '{"$ref": "#"}', "the JSON schema: no text satisfies it"),
     ("json_schema", '{"$ref": "#/$defs/x"}', "the JSON schema: Pointer '/$defs/x' does not exist"),
     ("regex", "(", "the regular expression: unclosed group"),
@@ -296,3 +294,4 @@ def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() 
     constraint.matcher.compute_bitmask.side_effect = lambda: time.sleep(0.05) or DEFAULT
     constraint([])
     assert 0 < constraint.seconds < 0.05
+    assert "took more than 0 s: simplify it" in refusal(replace, constraint.grammar, seconds=0.0)

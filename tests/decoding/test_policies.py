@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decoding.auto import LONGEST, Auto, Costs, Estimates, Offer, measured_costs, tenth
-from decoding.drafters import Draft, PromptLookup
+from decoding.auto import LONGEST, Auto, Costs, Estimates, measured_costs, tenth
+from decoding.drafters import Draft, PromptLookup, draft_of
 from decoding.policies import AdaptiveExit, ConfidenceGate
 from decoding.rounds import Round
-from decoding.sampling import SamplingParams, one_hot
+from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model.plan import LayerPlan
 from tests.laws import prefilled, text_of, tiny_model
@@ -30,7 +30,6 @@ def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
     early.
     """
     policy = AdaptiveExit(0.8, 4)
-    assert [*map(policy.keep_drafting, (0.79, 0.8, 0.81))] == [False, True, True]
     policy.ALPHA = 0.5
     for drafted, accepted, rate, threshold in (
         (4, 2, 0.25, 0.9 * 0.8 + 0.1 * 0.81),  # m < α: t' = .81
@@ -38,6 +37,8 @@ def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
         (2, 2, 0.8125, 0.801 - 0.1 * 0.01),  # ended early: t' = t - ε
         (0, 0, 0.8125, 0.8),  # a round without a draft changes nothing
     ):
+        below, at = policy.threshold - 0.01, policy.threshold
+        assert [*map(policy.keep_drafting, (below, at))] == [False, True]
         policy.observe(a_round(drafted, accepted))
         assert (policy.rate, policy.threshold) == pytest.approx((rate, threshold))
 
@@ -46,22 +47,13 @@ def test_the_gate_closes_after_an_unsure_token_and_else_is_its_inner_policy() ->
     inner = AdaptiveExit(0.7, 4)
     policy = ConfidenceGate(inner, 0.5)
     assert policy.reads_draft_confidence and policy.reads_target_confidence
-    assert not policy.keep_drafting(0.69)
     for confidence, length, rate in ((None, 4, 0.25), (0.49, 0, 0.375), (0.5, 4, 0.4375)):
+        assert not policy.keep_drafting(0.69)
         policy.observe(a_round(2, 1, target_confidence=confidence))
         assert (policy.draft_length(), inner.rate) == (length, rate)
 
 
 # --draft auto
-
-
-def auto(step: float, row: float = 0.05, **more: Any) -> Auto:
-    """The choice between a model and a lookup, at these costs in plain steps."""
-    drafters = {"model": Always(), "lookup": PromptLookup()}
-    return Auto(drafters, lambda length: Costs({"model": step}, row), **more)
-
-
-VOCAB = 11
 
 
 class Always:
@@ -73,20 +65,25 @@ class Always:
         drafted = [0]
         while len(drafted) < limit and policy.keep_drafting(self.confidence):
             drafted.append(0)
-        ids = torch.tensor(drafted)
-        return Draft(ids, one_hot(ids, VOCAB))
+        return draft_of(text, drafted)
 
     def rollback(self, length: int) -> None:
         pass
 
 
+def auto(step: float, row: float = 0.05, credit: float = math.inf, **more: Any) -> Auto:
+    """The choice between a model and a lookup, at these costs in plain steps."""
+    drafters = {"model": Always(), "lookup": PromptLookup()}
+    costs = Costs({"model": step}, row)
+    return Auto(drafters, lambda length: costs, Estimates(credit=credit), **more)
+
+
 def round_of(policy: Auto, accepts: int, tokens: Sequence[int] = (1, 2, 3)) -> int:
     """Length of the draft of the next round of a text, with this number accepted at most."""
-    text = text_of([*tokens], vocab=VOCAB)
-    draft = policy.propose(text, policy.draft_length(), SamplingParams(), policy, None)
-    drafted = draft.tokens.tolist()
-    policy.observe(a_round(len(drafted), min(len(drafted), accepts)))
-    return len(drafted)
+    draft = policy.propose(text_of([*tokens]), LONGEST, SamplingParams(), policy, None)
+    length = len(draft.tokens)
+    policy.observe(a_round(length, min(length, accepts)))
+    return length
 
 
 @given(
@@ -94,19 +91,22 @@ def round_of(policy: Auto, accepts: int, tokens: Sequence[int] = (1, 2, 3)) -> i
     row=st.floats(0.01, 0.5),
     rounds=st.lists(st.tuples(st.integers(0, 8), st.floats(0, 1)), max_size=300),
 )
+@example(step=0.45, row=0.03, rounds=[(0, 0.75)] * 64)
 @settings(derandomize=True, deadline=None)
 def test_auto_never_costs_noticeably_more_than_plain_decoding(
     step: float, row: float, rounds: list[tuple[int, float]]
 ) -> None:
-    """For any costs, and any change of acceptance along the text."""
-    policy = auto(step, row)
+    """For any costs, and any change of acceptance along the text: from 64 tokens on it has at
+    least .97 of plain decoding's speed.
+    """
+    policy = auto(step, row, Estimates.credit)
     spent = tokens = 0.0
     for accepts, confidence in rounds:
         policy.drafters["model"].confidence = confidence
         length = round_of(policy, accepts)
         spent += 1 + length * (step + row)
         tokens += 1 + min(length, accepts)
-    assert spent <= (1 + Estimates.SHARE) * tokens + Estimates.MOST_CREDIT + 1e-9
+    assert 0.97 * spent <= max(64, tokens)
 
 
 @pytest.mark.parametrize("cost", [0.05, 0.3, 0.9])
@@ -118,10 +118,8 @@ def test_auto_takes_the_best_length_where_confidence_says_nothing(rate: float, c
         for length in range(LONGEST + 1)
     ]
     for by_confidence in (True, False):
-        priors = {"model": rate}
-        policy = auto(cost, 0.0, priors=priors, by_confidence=by_confidence)
-        policy.estimates.credit = math.inf
-        policy.rates(Offer("model", "model")).PRIOR_WEIGHT = 1e9
+        policy = auto(cost, 0.0, priors={"model": rate}, by_confidence=by_confidence)
+        policy.rates("model").PRIOR_WEIGHT = 1e9
         assert round_of(policy, 0) == speedups.index(max(speedups))
 
 
@@ -132,7 +130,7 @@ def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> N
         policy = auto(0.25)
         policy.drafters["model"].confidence = sure
         for confidence in (0.9, 0.3) * 20:
-            policy.rates(Offer("model", "model")).learn([confidence], int(confidence > 0.5))
+            policy.rates("model").learn([confidence], int(confidence > 0.5))
         lengths.append(round_of(policy, 0))
     assert lengths[0] > 1 == lengths[1]
 
@@ -141,12 +139,10 @@ def test_auto_learns_of_a_lookup_that_was_not_taken() -> None:
     """Its tokens are compared with the text afterwards."""
     policy = auto(5.0, 0.2, priors={"lookup 1": 0.1})
     for _ in range(30):
-        text = text_of([4, 0, 0, 0, 4], vocab=VOCAB)
-        policy.propose(text, 3, SamplingParams(), policy, None)
-        policy.taken = None
+        policy.estimates.credit = 0.0
+        policy.propose(text_of([4, 0, 0, 0, 4]), 3, SamplingParams(), policy, None)
         policy.observe(Round(5, [], 0, [0]))
-    assert policy.rates(Offer("lookup", "lookup 1")).mean() > 0.5
-    assert round_of(policy, 3, [4, 0, 0, 0, 4]) > 0
+    assert policy.rates("lookup 1").mean() > 0.5
 
 
 def test_the_draft_of_the_largest_expected_speedup_is_taken_and_the_other_tried_again() -> None:
@@ -155,23 +151,22 @@ def test_the_draft_of_the_largest_expected_speedup_is_taken_and_the_other_tried_
     policy = Auto({"plan": Always(), "low bits": Always()}, lambda length: costs, priors=priors)
     names = []
     for number in range(80):
-        text = text_of([1, 2], vocab=VOCAB)
-        length = len(policy.propose(text, 7, SamplingParams(), policy, None).tokens)
-        names.append(policy.taken.name)
-        policy.observe(a_round(length, 0 if number < 5 else length))
         policy.estimates.credit = math.inf
+        length = len(policy.propose(text_of([1, 2]), 7, SamplingParams(), policy, None).tokens)
+        names.append(policy.choice.taken.name)
+        policy.observe(a_round(length, 0 if number < 5 else length))
     assert names[0] == "low bits"
     assert "plan" in names[:6], "it is tried where the other one fails"
-    rate = policy.rates(Offer("low bits", "low bits")).mean()
+    rate = policy.rates("low bits").mean()
     assert rate == pytest.approx(0.9, abs=0.02), "bad luck at the start is forgotten"
 
 
 def test_a_round_that_another_drafter_drafted_teaches_nothing_and_counts_its_rows() -> None:
     """As where a grammar forces tokens."""
-    policy = auto(0.2, 0.1)
+    policy = auto(0.2, 0.1, credit=1.0)
     policy.observe(a_round(4, 4))
     assert policy.estimates.rates == {}
-    assert policy.estimates.credit == pytest.approx(4 + 5 * 1.02 - 1.4)
+    assert policy.estimates.credit == pytest.approx(1 + 5 * 1.02 - 1.4)
 
 
 def test_confidences_that_are_no_numbers_count_as_none() -> None:
@@ -180,7 +175,7 @@ def test_confidences_that_are_no_numbers_count_as_none() -> None:
 
 @torch.inference_mode()
 def test_measuring_costs_leaves_the_cache_as_it_was() -> None:
-    model = tiny_model("llama", vocab=VOCAB)
+    model = tiny_model("llama")
     cache = prefilled(model, [1, 2, 3], 64)
     keys = [layer[:, :, :2].clone() for layer in cache.keys]
     plan = LayerPlan.early_exit(3, 1)

@@ -17,13 +17,14 @@ import decoding.race
 from decoding import verify
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
-from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.loop_law import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
 from decoding.race import FEW, GOLDEN, all_exponentials, hashed, mix, race, signed
 from decoding.randomness import KeyedRandomness, Place, Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
+from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model.decoder import Decoder
 from tests.configs import FAMILIES
@@ -32,8 +33,8 @@ from tests.laws import (
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
     chi_square_p_value,
+    prefilled,
     random_tables,
-    speculated,
     tiny_model,
 )
 
@@ -80,7 +81,7 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
     request = Request(prompt=(1,), max_new_tokens=2, banned=("ab",))
 
     def tokens(randomness: Randomness) -> tuple[int, ...]:
-        return run_loop(fair, request, Setup(), randomness, coupling="race")[0]
+        return run_loop(fair, request, Setup(), randomness, rule="race")[0]
 
     assert output_law(tokens, RaceEnumerator) == {
         (0, 0): pytest.approx(0.25),
@@ -95,15 +96,10 @@ def complements_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Ten
     return decoding.race.complements(hashed(torch.arange(vocab) * signed(GOLDEN) + key))
 
 
-def numbers_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
-    """1 - u of every id at a place, ``[vocab]`` float64."""
-    return complements_of(randomness, place, vocab).double() / 2**53
-
-
 def test_exponentials_are_independent_between_places_seeds_and_samples() -> None:
     count = 20000
     columns = [
-        1 - numbers_of(randomness, place, count)
+        1 - complements_of(randomness, place, count).double() / 2**53
         for randomness in (KeyedRandomness(0), KeyedRandomness(1), KeyedRandomness(0, sample=1))
         for place in (Place(5), Place(6), Place(5, 1))
     ]
@@ -119,16 +115,14 @@ def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() ->
     """It wins where its E is below 1e-9 times the other's, so small E must not lie on a coarse
     grid.
 
-    Of 30 million exponentials some 30 are below 1e-6: all different, and spread like uniform
-    numbers.
+    A small E is 1 - u. Of 30 million some 30 are below 1e-6, and all of them are different.
     """
     randomness = KeyedRandomness(3)
-    columns = (numbers_of(randomness, Place(place), 1_000_000) for place in range(30))
-    tiny = torch.cat([-torch.log1p(-column[column < 1e-6]) for column in columns])
+    columns = (complements_of(randomness, Place(place), 1_000_000) for place in range(30))
+    tiny = torch.cat([column[column < 1e-6 * 2**53] for column in columns])
     assert 8 < len(tiny) < 65, "30 are expected: five standard deviations"
     assert len(tiny.unique()) == len(tiny)
-    steps = tiny / 2**-24
-    assert ((steps - steps.round()).abs() > 1e-3).any(), "E comes in steps of 24 bits"
+    assert (tiny % 2**29).any(), "1 - u comes in steps of 2⁻²⁴"
 
 
 def test_the_hash_is_splitmix64() -> None:
@@ -139,21 +133,21 @@ def test_the_hash_is_splitmix64() -> None:
 
 
 def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where u = 1 throughout, of which every E is 0. Where none is possible, none is accepted,
-    not even the token that such a row draws.
-    """
-    first, of_zeros = race(torch.tensor([[0.0, 0.5, 0.5], [0.0] * 3]), torch.zeros(2, 3)).tolist()
-    assert first == 1 and of_zeros in range(3)
-    assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
-    zeros, drawn = torch.zeros(2, 4), KeyedRandomness(0).draw(torch.zeros(4), Place(1))
-    assert drawn.item() in range(4)
-    drafted = zeros[1:], drawn[None]
-    assert verify.verify_by_race(zeros, *drafted, KeyedRandomness(0), Place(1))[0] == 0
+    """Also where u = 1 throughout, so that every E is 0."""
     monkeypatch.setattr("decoding.race.hashed", lambda counters: counters * 0 - 1)
-    kept = "decoding.race.all_exponentials"
-    monkeypatch.setattr(kept, all_exponentials.__wrapped__)
+    monkeypatch.setattr("decoding.race.all_exponentials", all_exponentials.__wrapped__)
     for possible in ([0.0, 0.5, 0.5], [0.0, *torch.full((FEW + 9,), 1 / FEW / 2), 0.0, 0.5]):
-        assert KeyedRandomness(0).draw(torch.tensor(possible), Place(0)).item() == 1
+        probs = torch.tensor(possible)
+        assert KeyedRandomness(0).draw(probs, Place(0)).item() == 1
+        assert race(probs[None], torch.zeros(1, len(probs))).item() == 1
+
+
+def test_where_no_token_is_possible_none_is_accepted() -> None:
+    """Not even the token that such a row draws."""
+    zeros = torch.zeros(2, 4)
+    drawn = KeyedRandomness(0).draw(zeros[0], Place(1))
+    rest = KeyedRandomness(0), Place(1)
+    assert verify.verify_by_race(zeros, zeros[1:], drawn[None], *rest)[0] == 0
 
 
 @pytest.mark.parametrize("kept", [1, 3, 60, FEW, FEW + 1, 49152])
@@ -188,9 +182,11 @@ def write(
 ) -> Text:
     """Text of this sample, written by the production loop under the race."""
     text = Text([1, 2, 3], rules, model, lambda token: b"abcdefg"[token : token + 1])
-    race = verify.Rule("race", seed, sample)
-    how = policy, params, race.randomness(), race.verify
-    list(speculated(model, text, REAL_DRAFTERS[kind], *how))
+    rule = verify.Rule("race", seed, sample)
+    cache = prefilled(model, text.tokens)
+    drafter = REAL_DRAFTERS[kind](model, cache)
+    how = policy, params, rule.randomness(), rule.verify
+    list(speculate(model, cache, text, drafter, *how))
     return text
 
 
@@ -253,8 +249,8 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     assert abs(accepted / runs - shared) < 5 * math.sqrt(shared * (1 - shared) / runs)
 
 
-@pytest.mark.parametrize("coupling", ["ratio", "race"])
-def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
+@pytest.mark.parametrize("name", ["ratio", "race"])
+def test_over_seeds_the_first_token_has_the_targets_law(name: str) -> None:
     """Of 49,152 tokens with long tails, in six groups, and with a draft that is mostly rejected."""
     vocab, shares = 49152, torch.tensor([[0.04, 0.36, 0.6], [0.66, 0.01, 0.33]])
     order = torch.randperm(vocab // 3, generator=torch.Generator().manual_seed(0))
@@ -262,7 +258,7 @@ def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     p, q = (rows / rows.sum((1, 2), keepdim=True)).flatten(1)
     counts, first = torch.zeros(vocab, dtype=torch.float64), Place(0)
     for seed in range(1500):
-        rule = verify.Rule(coupling, seed)
+        rule = verify.Rule(name, seed)
         randomness = rule.randomness()
         drafted = randomness.draw(q, first)[None]
         accepted, token = rule.verify(p.expand(2, -1), q[None], drafted, randomness, first)

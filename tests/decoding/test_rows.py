@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding import rows
 from decoding.race import race_at
 from decoding.rows import ADDED, COMPARED, by_compiled_code, first_least, running_sums
-from decoding.sampling import SamplingParams, distribution, probabilities
+from decoding.sampling import probabilities
 
 SIZES = (1, COMPARED - 1, COMPARED + 1, 3 * COMPARED, ADDED + 1, 2 * ADDED, 128256)
 
@@ -36,34 +36,6 @@ def test_running_sums_are_cumulative_and_never_fall(size: int) -> None:
     assert torch.equal(running_sums(whole), whole.cumsum(-1))
     steps = running_sums(whole / 7).diff()
     assert (steps >= 0).all() and not steps[whole[:, 1:] == 0].any()
-
-
-FILTERS = [
-    SamplingParams(),
-    SamplingParams(0.7),
-    SamplingParams(1.0, top_p=0.9),
-    SamplingParams(1.3, 4, 0.8, 0.05),
-]
-
-
-@pytest.mark.parametrize("params", FILTERS, ids=str)
-@pytest.mark.parametrize("count", [1, 5])
-@torch.inference_mode()
-def test_a_gpu_draws_from_the_distribution_of_a_cpu(
-    params: SamplingParams, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run here without compiling, with numbers as tensors. A row of NaN has no possible token."""
-    logits = 3 * torch.randn(count, 700, generator=torch.Generator().manual_seed(1))
-    logits[0, 5] = math.nan
-    expected = distribution(logits, torch.zeros(count, dtype=torch.int64), params)
-    filters = [
-        params.temperature or None,
-        params.top_p if params.top_p < 1 else None,
-        params.min_p or None,
-        float(params.top_k) or None,
-    ]
-    found = by_compiled_code(probabilities, logits, *filters)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from app.session import Session, load
 from decoding.rows import NOT_COMPILED
-from decoding.verify import COUPLINGS
+from decoding.verify import RULES
 from model.fast.gpu import StaticDecoder
 from tests.peak import held_bytes, peak_bytes
 
@@ -64,7 +64,7 @@ def test_a_session_writes_plain_decodings_text(name: str, draft: str, smollm2: P
 
 
 @pytest.mark.parametrize(
-    ("draft", "coupling"), each(*product(["lowbit", "lookup", "exit"], reversed(COUPLINGS)))
+    ("draft", "coupling"), each(*product(["lowbit", "lookup", "exit"], reversed(RULES)))
 )
 def test_a_round_waits_for_the_device_once_under_every_rule(
     draft: str, coupling: str, smollm2: Path

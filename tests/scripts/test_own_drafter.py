@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decoding.drafters import Draft
-from decoding.proof.judge import Setup, bias
+from decoding.proof.loop_law import Setup, bias
 from tests.commands import Run
 
 DOCUMENT = Path(__file__).parents[2] / "docs/own_drafter.md"

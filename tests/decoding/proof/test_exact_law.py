@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.proof.enumeration import output_law
-from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.loop_law import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness
@@ -71,7 +71,7 @@ AXES: dict[str, dict[str, object]] = {
         "stop string": {"stop_strings": ("ba",)},
         "eos and stop strings": {"eos_ids": frozenset({2}), "stop_strings": ("bb", "aa")},
     },
-    "rule": {
+    "allowed": {
         "free": {},
         "constraint": {"constraints": (no_letter_twice,)},
         "banned": {"banned": ("bb",)},
@@ -134,7 +134,7 @@ def case_deviation(
     case: dict[str, str],
     max_new_tokens: int,
     drafters: dict[str, object] = AXES["drafter"],
-    coupling: str = "ratio",
+    rule: str = "ratio",
 ) -> float:
     """Distance of the production loop's law from plain sampling's in one case of the axes (first
     values by default).
@@ -143,33 +143,33 @@ def case_deviation(
         axis: values[case.get(axis, next(iter(values)))]
         for axis, values in (AXES | {"drafter": drafters}).items()
     }
-    rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["rule"]}
+    rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["allowed"]}
     eos_ids = rules.get("eos_ids", frozenset())
     constraints = [partial(each, eos_ids=eos_ids) for each in rules.pop("constraints", ())]
     request = Request(params=chosen["params"], constraints=constraints, **rules)
-    return bias(model, request, Setup(chosen["drafter"], chosen["policy"]), coupling)
+    return bias(model, request, Setup(chosen["drafter"], chosen["policy"]), rule)
 
 
 @pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))
 def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
-    longest = 2 if case["rule"] == "banned" else 3
+    longest = 2 if case["allowed"] == "banned" else 3
     lengths = [longest, 3, 3, 2, 2, 2, 2, 1, 1, 1]
-    if case["rule"] == "banned from the prompt":  # its texts have two tokens, of many paths
+    if case["allowed"] == "banned from the prompt":  # its texts have two tokens, of many paths
         lengths = lengths[:4]
     for number, length in enumerate(lengths):
         model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
-        for coupling in ("ratio", "block")[: 2 - number % 2]:
-            assert case_deviation(model, case, length, coupling=coupling) < EXACT
+        for rule in ("ratio", "block")[: 2 - number % 2]:
+            assert case_deviation(model, case, length, rule=rule) < EXACT
 
 
-def accepted_at_first(model: TableModel, gamma: int, coupling: str) -> float:
+def accepted_at_first(model: TableModel, gamma: int, rule: str) -> float:
     """Mean number of drafted tokens that the first round accepts, by enumeration."""
     request = Request(max_new_tokens=gamma + 1)
     setup = Setup(policy=lambda: FixedLength(gamma))
 
     def first(randomness: Randomness) -> int:
         rounds: list[Round] = []
-        run_loop(model, request, setup, randomness, rounds, coupling)
+        run_loop(model, request, setup, randomness, rounds, rule)
         return rounds[0].accepted
 
     return sum(kept * weight for kept, weight in output_law(first).items())
@@ -192,8 +192,8 @@ def test_a_model_draft_of_non_finite_logits_keeps_the_law(broken: float, params:
     model = random_model(Random(3), "unrelated")
     model.tables[DRAFT_PLAN][1:] = broken
     request = Request(params=AXES["params"][params], max_new_tokens=2)
-    for coupling in ("ratio", "block"):
-        assert bias(model, request, Setup(), coupling) < EXACT
+    for rule in ("ratio", "block"):
+        assert bias(model, request, Setup(), rule) < EXACT
 
 
 @pytest.mark.prove
@@ -201,12 +201,12 @@ def test_a_model_draft_of_non_finite_logits_keeps_the_law(broken: float, params:
 @pytest.mark.parametrize("params", list(AXES["params"]))
 def test_the_full_product_of_axes_keeps_the_law(drafter: str, params: str) -> None:
     """Every policy, stop and rule, each on two different tables."""
-    rest = {axis: list(AXES[axis]) for axis in ("policy", "stop", "rule")}
+    rest = {axis: list(AXES[axis]) for axis in ("policy", "stop", "allowed")}
     for number, values in enumerate(product(*rest.values())):
         case = {"drafter": drafter, "params": params, **dict(zip(rest, values, strict=True))}
-        for length, coupling in product((2, 3), ("ratio", "block")):
+        for length, rule in product((2, 3), ("ratio", "block")):
             model = random_model(Random(f"{drafter} {params} {number} {length}"), KINDS[number % 3])
-            assert case_deviation(model, case, length, coupling=coupling) < EXACT, case
+            assert case_deviation(model, case, length, rule=rule) < EXACT, case
 
 
 @pytest.mark.prove
@@ -240,12 +240,11 @@ def test_real_modules_with_their_real_caches_keep_the_law_along_every_axis(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("drafter", list(REAL_DRAFTERS))
-@pytest.mark.parametrize("policy", ["fixed 2", "adaptive"])
+@pytest.mark.parametrize(("policy", "rule"), [("fixed 2", "ratio"), ("adaptive", "block")])
 def test_real_drafts_across_the_edge_of_a_window_keep_the_law(
-    family: str, drafter: str, policy: str
+    family: str, drafter: str, policy: str, rule: str
 ) -> None:
     """Three tokens after a prompt longer than the windows of two, and than a plan's first keys."""
     request = Request(prompt=(0, 1, 1, 0, 0, 1), params=SamplingParams(1.5), max_new_tokens=3)
     setup = Setup(REAL_DRAFTERS[drafter], AXES["policy"][policy])
-    for coupling in ("ratio", "block"):
-        assert bias(uncached(family, vocab=2), request, setup, coupling) < EXACT
+    assert bias(uncached(family, vocab=2), request, setup, rule) < EXACT

@@ -1,6 +1,6 @@
 """Tables that stand for the models of foreign code, and plain sampling from the target's.
 
-Four tokens, of which token 0 never occurs: some libraries refuse it or pad with it.
+Of the four tokens, token 0 never occurs: some libraries refuse it or pad with it.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Proof of one drafter: the distance between the loop's law with it and plain sampling's.
+"""Proof of one drafter: the distance between the law of the loop with it and plain sampling's.
 
     bias(table, request, Setup(Bigrams)) < 1e-9
 
@@ -6,22 +6,24 @@
 FILE.py:Bigrams``.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 # as modules, so that the tests can replace a function by a mutant
 from decoding import speculate as loop
 from decoding import verify as rules
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
-from decoding.proof.enumeration import Enumerator, RaceEnumerator, output_law, total_variation
+from decoding.proof.enumeration import (
+    Enumerator,
+    RaceEnumerator,
+    bar_of,
+    output_law,
+    total_variation,
+)
 from decoding.proof.plain_law import DEAD_END, Outcome, Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
 from decoding.randomness import Randomness
@@ -51,14 +53,14 @@ def run_loop(
     setup: Setup,
     randomness: Randomness,
     rounds: list[Round] | None = None,
-    coupling: str = "ratio",
+    rule: str = "ratio",
 ) -> Outcome:
     """Run one text of the production loop; return its tokens and the reason of its end. Its records
     are appended to ``rounds``.
     """
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
-    verify = getattr(rules, f"verify_by_{coupling}")
+    verify = getattr(rules, f"verify_by_{rule}")
     text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
     policy = drafter if isinstance(drafter, Policy) else setup.policy()
@@ -74,16 +76,7 @@ def run_loop(
     return tuple(text.generated), text.finish
 
 
-@contextmanager
-def bar_of(title: str) -> Iterator[Callable[[float], None]]:
-    """Return a bar on a terminal, which is called with the probability of each path of draws."""
-    hidden = not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda weight: bar.advance(task, weight)
-
-
-def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
+def bias(model: TableModel, request: Request, setup: Setup, rule: str = "ratio") -> float:
     """Return the total variation between the laws of the loop and of plain sampling: 0 up to
     rounding if the loop is exact.
 
@@ -93,8 +86,8 @@ def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "rat
     """
     with bar_of("every outcome of every draw") as progress:
         law = output_law(
-            lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),
-            RaceEnumerator if coupling == "race" else Enumerator,
+            lambda randomness: run_loop(model, request, setup, randomness, rule=rule),
+            RaceEnumerator if rule == "race" else Enumerator,
             progress,
         )
     return total_variation(law, plain_law(model, request))
