@@ -1,6 +1,5 @@
-/* Products of attention: queries with keys, and weights with values, for up to a few dozen queries
- * that read the same keys and values. From top to bottom: keys with a position in each lane, scores,
- * weighted sums of values. It knows nothing of models, rows and windows.
+/* Products of attention, for up to a few dozen queries that read the same keys and values. From top
+ * to bottom: scores, softmax, weighted sums of values. It knows nothing of models, rows and windows.
  *
  * A score is one sum, to which the columns of a head are added from the first to the last; a lane
  * holds the score of one position. A weighted sum gets the positions two by two, from the first to
@@ -11,6 +10,22 @@
 
 enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK] */
 enum { TURNED = 2 * WIDTH }; /* positions whose keys are turned together */
+
+/* Exchange rows and columns [WIDTH, WIDTH], in place: a round puts the lanes of two rows in turns. */
+INLINE void transpose(Ints rows[WIDTH]) {
+#pragma GCC unroll 4
+    for (int round = 1; round < WIDTH; round *= 2) {
+        Ints turned[WIDTH];
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDTH / 2; i++) {
+            turned[2 * i] = PICK(Ints, rows[i], rows[i + WIDTH / 2], LOW);
+            turned[2 * i + 1] = PICK(Ints, rows[i], rows[i + WIDTH / 2], HIGH);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++)
+            rows[i] = turned[i];
+    }
+}
 
 /* Turn keys, four bytes of each at a time: [TURNED, words] -> [words, TURNED], with a position in
  * each lane. Those from ``count`` on are zeros. */
@@ -51,7 +66,7 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
         }
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * queries; i++)
-        AT(FloatsAt, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
+        AT(Floats, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
 /* Scores of rounded queries at ``count`` keys of a head [count, size]: -> [queries, CHUNK]. */
@@ -76,6 +91,35 @@ static void score_keys(long kind, long queries, const char *keys, long count, lo
 
 /* Bytes of a weight: values in bfloat16 meet such weights where pairs are multiplied. */
 INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
+
+/* Weights of a query's visible positions: softmax of their scores without its division, which is
+ * exponentials of the scaled scores less the largest, in place. sum[0] is the sum of the weights,
+ * sum[1] the largest scaled score. Weights beside the visible ones are zeros, up to an even number.
+ * ``rounded``, where it is not NULL, gets them in bfloat16. A cap of 0 is none. */
+static void weigh(float *scores, const long visible[2], float scale, float cap, float sum[2],
+                  uint16_t *rounded) {
+    long begin = visible[0], end = visible[1];
+    int32_t largest = -0x7F800001;
+    for (long i = begin; i < end; i++)
+        scores[i] *= scale;
+    if (cap)
+        soft_cap(scores + begin, end - begin, cap);
+    for (long i = begin; i < end; i++) { /* as integers of the same order: NaN is the largest */
+        int32_t bits = bits_of(scores[i]), ordered = bits ^ (bits >> 31 & 0x7FFFFFFF);
+        largest = ordered > largest ? ordered : largest;
+    }
+    float highest = as_float(largest ^ (largest >> 31 & 0x7FFFFFFF));
+    for (long i = begin; i < end; i++)
+        scores[i] = exponential(scores[i] - highest);
+    sum[0] = sum_of(scores + begin, end - begin, 0);
+    sum[1] = highest;
+    if (begin % 2)
+        scores[--begin] = 0.0f;
+    if (end % 2)
+        scores[end++] = 0.0f;
+    for (long i = begin; rounded && i < end; i++)
+        rounded[i] = to_bf16(scores[i]);
+}
 
 /* Numbers of a weighted sum: columns of a head, filled to two registers, and a column's place. Where
  * pairs are multiplied, the even columns of two registers come before the odd ones. */
@@ -113,9 +157,9 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
     }
 }
 
-/* Add the weighted values of positions [begin, end) to the sums of up to four queries. Positions
- * count from an even one. Two at a time are added, an even one first; an unpaired first or last
- * position is paired with zeros. values [positions, size], weights [queries, CHUNK] -> out [queries, stride]. */
+/* Add the weighted values of positions [begin, end) to the sums of up to four queries: values
+ * [positions, size], weights [queries, CHUNK] -> out [queries, stride]. Two positions at a time are
+ * added, an even one first; zeros are added with an unpaired first or last one. */
 INLINE void add_values(long kind, int queries, const char *values, long begin, long end, long size,
                        const char *weights, float *out, long stride) {
     static const char zeros[8 * WIDTH];
@@ -126,7 +170,7 @@ INLINE void add_values(long kind, int queries, const char *values, long begin, l
         const char *of = values + column * bytes_of(kind);
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * queries; i++)
-            sums[i / 2][i % 2] = AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH);
+            sums[i / 2][i % 2] = AT(Floats, out + i / 2 * stride + column + i % 2 * WIDTH);
         if (begin % 2) {
             add_two(kind, queries, zeros, of + begin * row, left, weights + at * bytes, sums);
             at += 2;
@@ -138,13 +182,13 @@ INLINE void add_values(long kind, int queries, const char *values, long begin, l
             add_two(kind, queries, of + at * row, zeros, left, weights + at * bytes, sums);
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * queries; i++)
-            AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH) = sums[i / 2][i % 2];
+            AT(Floats, out + i / 2 * stride + column + i % 2 * WIDTH) = sums[i / 2][i % 2];
     }
 }
 
 /* The same for any number of queries, and for no positions at all. */
-static void attend_to(long kind, long queries, const char *values, long begin, long end, long size,
-                      const char *weights, float *out, long stride) {
+static void add_all_values(long kind, long queries, const char *values, long begin, long end,
+                           long size, const char *weights, float *out, long stride) {
     for (; queries > 0 && begin < end; queries -= 4, out += 4 * stride) {
 #pragma GCC unroll 4
         for (int n = 1; n <= 4; n++)
@@ -153,5 +197,25 @@ static void attend_to(long kind, long queries, const char *values, long begin, l
             else if (n == min(4, queries))
                 add_values(F32, n, values, begin, end, size, weights, out, stride);
         weights += 4 * CHUNK * weight_bytes(kind);
+    }
+}
+
+/* Add the weighted values of the positions that each row sees: visible [rows, 2], where a later row
+ * sees no earlier positions, and no fewer later ones. A row has ``groups`` queries. Positions that
+ * all rows see are added for all at once, those before and after them row by row. */
+static void add_visible(long kind, long rows, long groups, const char *values,
+                        const long (*visible)[2], long size, const char *weights, float *out,
+                        long stride) {
+    long common = (visible[rows - 1][0] + 1) & ~1, until = max(common, visible[0][1] & ~1);
+    long bytes = groups * CHUNK * weight_bytes(kind);
+    for (long part = 0; part < 2; part++) {
+        for (long row = 0; row < rows; row++) {
+            long begin = part ? max(until, visible[row][0]) : visible[row][0];
+            long end = part ? visible[row][1] : min(common, visible[row][1]);
+            add_all_values(kind, groups, values, begin, end, size, weights + row * bytes,
+                           out + row * groups * stride, stride);
+        }
+        if (part == 0)
+            add_all_values(kind, rows * groups, values, common, until, size, weights, out, stride);
     }
 }

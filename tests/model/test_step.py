@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.decoder import Decoder
-from model.fast import accelerate, compiled
+from model.fast import accelerate, compiled, cpu
 from model.fast.cpu import FastDecoder
 from model.plan import LOW_BITS, LayerPlan
 from tests import laws
@@ -229,7 +229,7 @@ def test_a_prompt_is_read_by_torch_and_a_call_of_any_length_by_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, text = accelerate(random_model("llama")), tokens_for(200)
-    cache, call = model.new_cache(200), Mock(wraps=compiled.call)
+    cache, call = model.new_cache(200), Mock(wraps=cpu.call)
     monkeypatch.setattr("model.fast.cpu.call", call)
     model.prefill(text[:, :100], cache)
     assert {each.args[0] for each in call.call_args_list} == {"attend"} and cache.length == 100
@@ -387,8 +387,8 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def apply(name: str, x: np.ndarray, dtype: type = np.float32) -> np.ndarray:
         out = np.empty(len(x), dtype)
-        places = [compiled.c_void_p(each.ctypes.data) for each in (x, out)]
-        getattr(library, name)(*places, compiled.c_long(len(x)))
+        places = [cpu.c_void_p(each.ctypes.data) for each in (x, out)]
+        getattr(library, name)(*places, cpu.c_long(len(x)))
         return out
 
     return apply
