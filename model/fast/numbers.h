@@ -104,6 +104,15 @@ INLINE Ints add_halves(Ints sum) {
 #endif
 }
 
+/* Compute a sum before what follows. GCC would else delay additions until registers run out. */
+INLINE void compute_now(Ints *sum) {
+#if defined __aarch64__
+    (void)sum;
+#else
+    __asm__("" : "+v"(*sum));
+#endif
+}
+
 #ifdef __clang__
 #define PICK(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__) /* lanes of two */
 #else

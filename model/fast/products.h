@@ -186,6 +186,7 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
                 Ints both = AT(const Ints, codes + 64 * v + 4 * WIDTH * q);
                 sums[n][q] = multiply_add_int8(sums[n][q], both & 0x0F0F0F0F, first);
                 sums[n][q] = multiply_add_int8(sums[n][q], both >> 4 & 0x0F0F0F0F, second);
+                compute_now(&sums[n][q]);
             }
         }
 }
