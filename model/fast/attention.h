@@ -10,6 +10,7 @@
 
 enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK] */
 enum { TURNED = 2 * WIDTH }; /* positions whose keys are turned together */
+enum { MANY = WIDTH == 8 ? 4 : 8 }; /* queries at a time, whose sums fit into the registers */
 
 /* Exchange rows and columns [WIDTH, WIDTH], in place: a round puts the lanes of two rows in turns. */
 INLINE void transpose(Ints rows[WIDTH]) {
@@ -43,12 +44,12 @@ static void turn_keys(const char *keys, long count, long words, Ints (*turned)[2
         }
 }
 
-/* Scores of up to four rounded queries, x_bytes apart, at turned keys: -> [queries, CHUNK]. */
+/* Scores of a few rounded queries, x_bytes apart, at turned keys: -> [queries, CHUNK]. */
 INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const char *x,
                   long x_bytes, float *out) {
-    Floats sums[4][2] = {0};
+    Floats sums[MANY][2] = {0};
     for (long word = 0; word < words; word++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int i = 0; i < 2 * queries; i++) {
             Ints keys = turned[word][i % 2];
             const char *of = x + i / 2 * x_bytes + 4 * word;
@@ -64,7 +65,7 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
                 *sum = multiply_add(odd, broadcast(AT(float, of + 4 * LANES)), *sum);
             }
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < 2 * queries; i++)
         AT(Floats, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
@@ -76,16 +77,17 @@ static void score_keys(long kind, long queries, const char *keys, long count, lo
     Ints turned[bytes / 4][2];
     for (long key = 0; key < count; key += TURNED) {
         turn_keys(keys + key * bytes, count - key, bytes / 4, turned);
-        for (long query = 0; query < queries; query += 4)
-#pragma GCC unroll 4
-            for (int n = 1; n <= 4; n++) {
-                const char *of = x + query * x_bytes;
-                float *out = scores + query * CHUNK + key;
-                if (n == min(4, queries - query) && kind == BF16)
+        for (long query = 0, taken; query < queries; query += taken) {
+            const char *of = x + query * x_bytes;
+            float *out = scores + query * CHUNK + key;
+            taken = min(MANY, queries - query);
+#pragma GCC unroll 8
+            for (int n = 1; n <= MANY; n++)
+                if (n == taken && kind == BF16)
                     score(BF16, n, turned, bytes / 4, of, x_bytes, out);
-                else if (n == min(4, queries - query))
+                else if (n == taken)
                     score(F32, n, turned, bytes / 4, of, x_bytes, out);
-            }
+        }
     }
 }
 
@@ -100,11 +102,9 @@ static void weigh(float *scores, const long visible[2], float scale, float cap, 
                   uint16_t *rounded) {
     long begin = visible[0], end = visible[1];
     int32_t largest = -0x7F800001;
-    for (long i = begin; i < end; i++)
-        scores[i] *= scale;
-    if (cap)
-        soft_cap(scores + begin, end - begin, cap);
-    for (long i = begin; i < end; i++) { /* as integers of the same order: NaN is the largest */
+    for (long i = begin; i < end; i++) {
+        scores[i] = cap ? capped(scores[i] * scale, cap) : scores[i] * scale;
+        /* compared as integers of the same order, of which NaN is the largest */
         int32_t bits = bits_of(scores[i]), ordered = bits ^ (bits >> 31 & 0x7FFFFFFF);
         largest = ordered > largest ? ordered : largest;
     }
@@ -129,14 +129,14 @@ INLINE long place_of(long kind, long i) {
     return weight_bytes(kind) == 4 ? i : i - column + column % 2 * WIDTH + column / 2;
 }
 
-/* Add two weighted values, 2 * WIDTH columns of each, to the sums of up to four queries. */
+/* Add two weighted values, 2 * WIDTH columns of each, to the sums of a few queries. */
 INLINE void add_two(long kind, int queries, const char *one, const char *two, long left,
-                    const char *weights, Floats sums[4][2]) {
+                    const char *weights, Floats sums[MANY][2]) {
     if (weight_bytes(kind) == 2) {
         Ints a = (Ints)load(F32, one, left / 2), b = (Ints)load(F32, two, left / 2);
         Ints even = (a & 0xFFFF) | b << 16;
         Ints odd = (Ints)((Uints)a >> 16) | (b & (int32_t)0xFFFF0000);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
             Ints pair = AT(int32_t, weights + query * CHUNK * 2) - (Ints){0};
             sums[query][0] = multiply_add_bf16(sums[query][0], even, pair);
@@ -148,7 +148,7 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
     for (int of_two = 0; of_two < 2; of_two++, one = two, weights += 4) {
         Floats first = load(kind, one, left);
         Floats second = load(kind, one + WIDTH * bytes_of(kind), left - WIDTH);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
             Floats weight = broadcast(AT(float, weights + query * CHUNK * 4));
             sums[query][0] = multiply_add(first, weight, sums[query][0]);
@@ -157,47 +157,46 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
     }
 }
 
-/* Add the weighted values of positions [begin, end) to the sums of up to four queries: values
- * [positions, size], weights [queries, CHUNK] -> out [queries, stride]. Two positions at a time are
- * added, an even one first; zeros are added with an unpaired first or last one. */
-INLINE void add_values(long kind, int queries, const char *values, long begin, long end, long size,
-                       const char *weights, float *out, long stride) {
+/* Add the weighted values of positions [begin, end) to the sums of a few queries, in 2 * WIDTH
+ * columns, of which ``left`` are in the head: weights [queries, CHUNK] -> out [queries, stride]. Two
+ * positions at a time are added, an even one first; zeros are added with an unpaired one. The values
+ * of positions are ``row`` bytes apart. */
+INLINE void add_values(long kind, int queries, const char *values, long row, long left, long begin,
+                       long end, const char *weights, float *out, long stride) {
     static const char zeros[8 * WIDTH];
-    long row = size * bytes_of(kind), bytes = weight_bytes(kind);
-    for (long column = 0; column < size; column += 2 * WIDTH) {
-        Floats sums[4][2];
-        long left = size - column, at = begin & ~1;
-        const char *of = values + column * bytes_of(kind);
-#pragma GCC unroll 8
-        for (int i = 0; i < 2 * queries; i++)
-            sums[i / 2][i % 2] = AT(Floats, out + i / 2 * stride + column + i % 2 * WIDTH);
-        if (begin % 2) {
-            add_two(kind, queries, zeros, of + begin * row, left, weights + at * bytes, sums);
-            at += 2;
-        }
-        for (; at + 1 < end; at += 2)
-            add_two(kind, queries, of + at * row, of + (at + 1) * row, left, weights + at * bytes,
-                    sums);
-        if (at < end)
-            add_two(kind, queries, of + at * row, zeros, left, weights + at * bytes, sums);
-#pragma GCC unroll 8
-        for (int i = 0; i < 2 * queries; i++)
-            AT(Floats, out + i / 2 * stride + column + i % 2 * WIDTH) = sums[i / 2][i % 2];
+    Floats sums[MANY][2];
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * queries; i++)
+        sums[i / 2][i % 2] = AT(Floats, out + i / 2 * stride + i % 2 * WIDTH);
+    for (long at = begin & ~1; at < end; at += 2) {
+        const char *one = at < begin ? zeros : values + at * row;
+        const char *two = at + 1 < end ? values + (at + 1) * row : zeros;
+        add_two(kind, queries, one, two, left, weights + at * weight_bytes(kind), sums);
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * queries; i++)
+        AT(Floats, out + i / 2 * stride + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
-/* The same for any number of queries, and for no positions at all. */
+/* The same for any number of queries, in all columns: values [positions, size]. */
 static void add_all_values(long kind, long queries, const char *values, long begin, long end,
                            long size, const char *weights, float *out, long stride) {
-    for (; queries > 0 && begin < end; queries -= 4, out += 4 * stride) {
-#pragma GCC unroll 4
-        for (int n = 1; n <= 4; n++)
-            if (n == min(4, queries) && kind == BF16)
-                add_values(BF16, n, values, begin, end, size, weights, out, stride);
-            else if (n == min(4, queries))
-                add_values(F32, n, values, begin, end, size, weights, out, stride);
-        weights += 4 * CHUNK * weight_bytes(kind);
-    }
+    long row = size * bytes_of(kind), bytes = CHUNK * weight_bytes(kind), taken;
+    for (long column = 0; column < size && begin < end; column += 2 * WIDTH)
+        for (long query = 0; query < queries; query += taken) {
+            const char *of = values + column * bytes_of(kind), *by = weights + query * bytes;
+            float *to = out + query * stride + column;
+            long left = size - column, all = 2 * WIDTH;
+            taken = left < all ? 1 : min(MANY, queries - query);
+            if (left < all)
+                add_values(kind, 1, of, row, left, begin, end, by, to, stride);
+#pragma GCC unroll 8
+            for (int n = 1; n <= MANY; n++)
+                if (n == taken && left >= all && kind == BF16)
+                    add_values(BF16, n, of, row, all, begin, end, by, to, stride);
+                else if (n == taken && left >= all)
+                    add_values(F32, n, of, row, all, begin, end, by, to, stride);
+        }
 }
 
 /* Add the weighted values of the positions that each row sees: visible [rows, 2], where a later row

@@ -178,11 +178,8 @@ INLINE float exponential(float x) {
 
 INLINE float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 
-/* limit * tanh(x / limit) of [count] numbers, in place (arXiv 2408.00118, section 2). */
-static void soft_cap(float *x, long count, float limit) {
-    for (long i = 0; i < count; i++)
-        x[i] = limit * hyperbolic_tangent(x[i] / limit);
-}
+/* Soft cap (arXiv 2408.00118, section 2). */
+INLINE float capped(float x, float cap) { return cap * hyperbolic_tangent(x / cap); }
 
 /* Add the lanes of four sums: [4, 16] -> [4]. */
 INLINE Four add_lanes(float lanes[4][LANES]) {
@@ -199,11 +196,16 @@ INLINE Four add_lanes(float lanes[4][LANES]) {
 /* Sum of [count] numbers, or of their squares. */
 static float sum_of(const float *x, long count, int squares) {
     float lanes[4][LANES] = {0};
-    for (int part = 0; part < PARTS; part++)
-        for (long i = WIDTH * part; i < count; i += LANES) {
-            Floats numbers = load(F32, (const char *)(x + i), count - i);
-            Floats *sum = (Floats *)(lanes[0] + WIDTH * part);
-            *sum = multiply_add(numbers, squares ? numbers : broadcast(1.0f), *sum);
+    for (int part = 0; part < PARTS; part++) {
+        Floats sum = broadcast(0.0f), one = broadcast(1.0f);
+        long i = WIDTH * part;
+        for (; i + WIDTH <= count; i += LANES) {
+            Floats numbers = AT(const Floats, x + i);
+            sum = multiply_add(numbers, squares ? numbers : one, sum);
         }
+        Floats last = load(F32, (const char *)(x + i), count - i);
+        sum = multiply_add(last, squares ? last : one, sum);
+        AT(Floats, lanes[0] + WIDTH * part) = sum;
+    }
     return add_lanes(lanes)[0];
 }

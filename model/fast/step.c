@@ -388,8 +388,8 @@ void step(const Model *model, const Text *texts, long count, const int64_t *toke
         for (long row = 0; row < s.rows; row++)
             normalise(x + row * hidden, model->norm, hidden, model->eps, x + row * hidden);
         project(&s, &model->head, 1, x, hidden, out);
-        if (model->final_soft_cap)
-            soft_cap(out, s.rows * vocab, model->final_soft_cap);
+        for (long i = 0; model->final_soft_cap && i < s.rows * vocab; i++)
+            out[i] = capped(out[i], model->final_soft_cap);
     }
 }
 
