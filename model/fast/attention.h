@@ -1,5 +1,5 @@
 /* Products of attention, for up to a few dozen queries that read the same keys and values. From top
- * to bottom: scores, softmax, weighted sums of values. It knows nothing of models, rows and windows.
+ * to bottom: scores, softmax, weighted sums of values. It knows nothing of models and windows.
  *
  * A score is one sum, to which the columns of a head are added from the first to the last; a lane
  * holds the score of one position. A weighted sum gets the positions two by two, from the first to
@@ -12,7 +12,7 @@ enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK
 enum { TURNED = 2 * WIDTH }; /* positions whose keys are turned together */
 enum { MANY = WIDTH == 8 ? 4 : 8 }; /* queries at a time, whose sums fit into the registers */
 
-/* Exchange rows and columns [WIDTH, WIDTH], in place: a round puts the lanes of two rows in turns. */
+/* Exchange rows and columns [WIDTH, WIDTH]: a round puts the lanes of two rows in turns. */
 INLINE void transpose(Ints rows[WIDTH]) {
 #pragma GCC unroll 4
     for (int round = 1; round < WIDTH; round *= 2) {
@@ -70,13 +70,13 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
         AT(Floats, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
-/* Scores of rounded queries at ``count`` keys of a head [count, size]: -> [queries, CHUNK]. */
-static void score_keys(long kind, long queries, const char *keys, long count, long size,
+/* Scores of rounded queries at keys [begin, end) of a head [CHUNK, size]: -> [queries, CHUNK]. */
+static void score_keys(long kind, long queries, const char *keys, long begin, long end, long size,
                        const char *x, float *scores) {
     long bytes = row_bytes(kind, size), x_bytes = input_bytes(kind, size);
     Ints turned[bytes / 4][2];
-    for (long key = 0; key < count; key += TURNED) {
-        turn_keys(keys + key * bytes, count - key, bytes / 4, turned);
+    for (long key = begin / TURNED * TURNED; key < end; key += TURNED) {
+        turn_keys(keys + key * bytes, end - key, bytes / 4, turned);
         for (long query = 0, taken; query < queries; query += taken) {
             const char *of = x + query * x_bytes;
             float *out = scores + query * CHUNK + key;
@@ -121,8 +121,8 @@ static void weigh(float *scores, const long visible[2], float scale, float cap, 
         rounded[i] = to_bf16(scores[i]);
 }
 
-/* Numbers of a weighted sum: columns of a head, filled to two registers, and a column's place. Where
- * pairs are multiplied, the even columns of two registers come before the odd ones. */
+/* Numbers of a weighted sum: the columns of a head, filled up to two registers. Where pairs are
+ * multiplied, the even columns of two registers come before the odd ones: see place_of. */
 INLINE long padded(long size) { return (size + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH); }
 INLINE long place_of(long kind, long i) {
     long column = i % (2 * WIDTH);
@@ -157,10 +157,9 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
     }
 }
 
-/* Add the weighted values of positions [begin, end) to the sums of a few queries, in 2 * WIDTH
- * columns, of which ``left`` are in the head: weights [queries, CHUNK] -> out [queries, stride]. Two
- * positions at a time are added, an even one first; zeros are added with an unpaired one. The values
- * of positions are ``row`` bytes apart. */
+/* Add the weighted values of positions [begin, end), ``row`` bytes apart, to the sums of a few
+ * queries: weights [queries, CHUNK] -> out [queries, stride], in 2 * WIDTH columns, or in those
+ * that are left. Two positions are added at a time, an even one first, or one and zeros. */
 INLINE void add_values(long kind, int queries, const char *values, long row, long left, long begin,
                        long end, const char *weights, float *out, long stride) {
     static const char zeros[8 * WIDTH];

@@ -42,7 +42,7 @@ one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memo
 
 
 def structure(name: str, fields: dict[str, type]) -> type[ctypes.Structure]:
-    """Return a structure of ``step.c``. A key of ``fields`` names one or several of a type."""
+    """Return a structure of ``step.c``. A key of ``fields`` holds the names of fields of a type."""
     each = [(part, kind) for names, kind in fields.items() for part in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": each})
 

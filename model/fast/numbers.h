@@ -41,6 +41,7 @@ enum { HAS_PAIRS = 1 };
 #else
 enum { HAS_PAIRS = 0 };
 #endif
+int has_pairs(void) { return HAS_PAIRS; }
 
 #define REGISTER(bytes) __attribute__((vector_size(bytes), aligned(1)))
 typedef float Floats REGISTER(4 * WIDTH);

@@ -1,8 +1,8 @@
-/* Products of linear layers: rows of weights with rows of inputs. From top to bottom: how weights and
- * inputs lie in memory, and tiles of products. It knows nothing of models and threads.
+/* Products of linear layers: rows of weights with rows of inputs. From top to bottom: how both lie
+ * in memory, and tiles of products. It knows nothing of models and threads.
  *
- * Each product is one sum of 16 lanes, to which columns are added from the first to the last, or in
- * low bits one lane. Tiles decide only which sums are computed side by side. */
+ * A product is one sum, to which columns are added from the first to the last: a sum of 16 lanes,
+ * or of one lane in low bits. Tiles decide only which sums are computed side by side. */
 
 #include "numbers.h"
 
@@ -40,7 +40,8 @@ INLINE long groups_of(long columns) { return (columns + GROUP - 1) / GROUP; }
 INLINE long row_bytes(long kind, long columns) {
     if (kind >= BF16)
         return columns * bytes_of(kind);
-    return groups_of(columns) * (kind == FOUR ? FOUR_GROUP : EIGHT_GROUP) + SCALES * (kind == EIGHT);
+    long groups = groups_of(columns);
+    return kind == FOUR ? groups * FOUR_GROUP : groups * EIGHT_GROUP + SCALES;
 }
 
 /* Bytes of a row of inputs, as weights of this kind meet it. */

@@ -1,10 +1,8 @@
-/* Short step of a decoder on a CPU: the logits of the next tokens of a few texts, under a plan.
+/* Short step of a decoder on a CPU: the logits after the next tokens of a few texts.
  *
- * It has the order and the names of the readable blocks (model/llama.py, model/gemma2.py), and
- * reads the weights where torch keeps them. model/fast/cpu.py fills its structures. It knows nothing
- * of plans, samples and files.
- *
- * This file reads like a model. What it stands on is in files that are read alone:
+ * It has the order and the names of the readable blocks (model/llama.py, model/gemma2.py). It reads
+ * the weights where torch keeps them: model/fast/cpu.py fills its structures. It knows nothing of
+ * plans, samples and files. This file reads like a model. The others are read alone:
  *
  *     numbers.h     numbers, registers, and all that a processor decides
  *     products.h    rows of weights with rows of inputs
@@ -12,8 +10,8 @@
  *     threads.h     run(task, ...) does the pieces of a task on all threads
  *     round.h       rounding of weights to few bits, which a step does not call
  *
- * The numbers of a row do not depend on the other rows of the step, by construction: each is the
- * same sums in the same order, and one thread computes it. */
+ * The numbers of a row do not depend on the other rows of a step, by construction: each is the same
+ * sums in the same order, and one thread computes it. */
 
 #include <stdlib.h>
 #include "attention.h"
@@ -33,8 +31,8 @@ typedef struct {
     const char *embedding; /* [vocab, hidden] */
     const float *norm;     /* [hidden] */
     Matrix head;
-    long num_layers, kind, hidden;        /* kind of the embedding and the cache */
-    long heads, key_heads, groups, size;  /* groups: heads of a key head; size of a head */
+    long num_layers, kind, hidden;       /* kind: of the embedding and the cache */
+    long heads, key_heads, groups, size; /* groups: heads of a key head; size: of a head */
     long newest; /* positions that a plan shows beside the first SINKS; 0 if it shows all */
     float embedding_scale, eps, scale, soft_cap, final_soft_cap; /* soft caps: 0 if there is none */
     int32_t is_gelu;
@@ -46,41 +44,39 @@ typedef struct {          /* rows of one text, at positions that follow each oth
     long head_bytes;      /* from one head's entries to the next */
 } Text;
 
-/* Step: up to MAX_ROWS rows on their way through the layers. */
-
 typedef struct { /* rows of a text that attend together: they read its keys and values once */
     const Text *text;
     long row, rows, start; /* row: the first one's number in the step */
 } Span;
 
-typedef struct {
+typedef struct { /* rows on their way through the layers, and the results on the way */
     const Model *model;
     const Layer *layer;
     Span *spans;
-    long num_spans, rows, positions, chunks; /* chunks of CHUNK positions */
+    long num_spans, rows, positions;
+    long chunks, sinks; /* chunks of CHUNK positions; number of that of the first SINKS, or -1 */
     float *qkv;      /* [rows, heads + 2 * key_heads, size] */
     char *queries;   /* [key_heads, rows, groups, size], rounded */
     float *partials; /* [key_heads, rows, groups, chunks, padded size + 2] */
     float *attended; /* [rows, heads, size] */
-    float *gate_up;  /* [rows, 2 * size of the MLP] */
+    float *gate_up;  /* [rows, 2, size of the MLP] */
+    float *gated;    /* [rows, size of the MLP] */
 } Step;
 
-enum { INPUTS, QKV, QUERIES, PARTIALS, ATTENDED, GATE_UP, X, NORMED, OUT, SPANS, BUFFERS };
+enum { SPANS, X, NORMED, INPUTS, QKV, QUERIES, PARTIALS, ATTENDED, GATE_UP, GATED, OUT, USES };
 
-/* Memory of at least so many bytes, for one use in every step. */
-static void *buffer(int which, size_t bytes) {
-    static struct {
-        void *memory;
-        size_t bytes;
-    } buffers[BUFFERS];
-    if (buffers[which].bytes < bytes) {
-        free(buffers[which].memory);
-        buffers[which].bytes = (bytes + 63) / 64 * 64;
-        buffers[which].memory = aligned_alloc(64, buffers[which].bytes);
-        if (!buffers[which].memory)
+/* Memory for a use, of at least so many bytes. It is kept for the next step. */
+static void *buffer(int use, size_t bytes) {
+    static void *memory[USES];
+    static size_t sizes[USES];
+    if (sizes[use] < bytes) {
+        free(memory[use]);
+        sizes[use] = (bytes + 63) / 64 * 64;
+        memory[use] = aligned_alloc(64, sizes[use]);
+        if (!memory[use])
             abort();
     }
-    return buffers[which].memory;
+    return memory[use];
 }
 
 /* Embeddings of tokens times their scale: [rows, hidden]. */
@@ -104,18 +100,16 @@ static void normalise(const float *x, const float *weight, long count, float eps
 
 typedef struct { /* linear layers on the same inputs: their outputs lie side by side */
     const Matrix *matrices;
-    const float *x; /* [rows, columns], x_stride numbers from row to row */
-    long x_stride, rows, outputs;
-    char *inputs; /* [rows, columns], rounded */
+    const float *x; /* [rows, columns] */
+    long rows, outputs;
+    char *inputs; /* x, rounded */
     float *out;   /* [rows, outputs] */
 } Projection;
 
-/* Round a row of inputs. */
 static void round_row(void *argument, long row) {
     const Projection *p = argument;
     long kind = p->matrices->kind, columns = p->matrices->columns;
-    char *out = p->inputs + row * input_bytes(kind, columns);
-    round_inputs(kind, p->x + row * p->x_stride, columns, out);
+    round_inputs(kind, p->x + row * columns, columns, p->inputs + row * input_bytes(kind, columns));
 }
 
 /* Multiply all rows by a block of weights. Blocks are numbered over all matrices. */
@@ -130,10 +124,9 @@ static void project_to_block(void *argument, long block) {
     multiply_block(m, block, p->inputs, p->rows, out, p->outputs);
 }
 
-/* Outputs of ``count`` linear layers on the same inputs: [rows, x_stride] -> [rows, outputs]. */
-static void project(const Step *s, const Matrix *matrices, int count, const float *x, long x_stride,
-                    float *out) {
-    Projection p = {matrices, x, x_stride, s->rows, .out = out};
+/* Outputs of ``count`` linear layers on the same inputs: [rows, columns] -> [rows, outputs]. */
+static void project(const Step *s, const Matrix *matrices, int count, const float *x, float *out) {
+    Projection p = {matrices, x, s->rows, .out = out};
     long blocks = 0, columns = matrices->columns;
     for (const Matrix *m = matrices; m < matrices + count; m++) {
         blocks += blocks_of(m);
@@ -153,15 +146,14 @@ static void rotate(float *head, const float *cos, const float *sin, long half) {
     }
 }
 
-/* Place of a row's head among queries and their results: heads that read the same keys lie side by
- * side. */
+/* Place of a row's head among queries and results: heads of the same keys lie side by side. */
 static long place_of_query(const Step *s, long row, long head) {
     long groups = s->model->groups;
     return (head / groups * s->rows + row) * groups + head % groups;
 }
 
 /* Round a row's head [size] to meet keys. */
-static void write_query(const Step *s, const float *x, long row, long head) {
+static void round_query(const Step *s, const float *x, long row, long head) {
     long kind = s->model->kind, size = s->model->size;
     char *out = s->queries + place_of_query(s, row, head) * input_bytes(kind, size);
     round_inputs(kind, x, size, out);
@@ -169,7 +161,7 @@ static void write_query(const Step *s, const float *x, long row, long head) {
 
 /* Norms and rotary embeddings of a span's heads in qkv, in place. Queries are rounded to meet keys;
  * keys and values are rounded to the numbers of the cache and written there. */
-static void write_heads(void *argument, long piece) {
+static void finish_heads(void *argument, long piece) {
     Step *s = argument;
     const Model *model = s->model;
     const Layer *layer = s->layer;
@@ -186,11 +178,11 @@ static void write_heads(void *argument, long piece) {
             if (of_key < key_heads)
                 rotate(x, layer->cos + position * half, layer->sin + position * half, half);
             if (head < heads) {
-                write_query(s, x, span->row + row, head);
+                round_query(s, x, span->row + row, head);
                 continue;
             }
-            char *entry = entries[of_key / key_heads] + of_key % key_heads * span->text->head_bytes +
-                          position * row_bytes(model->kind, size);
+            char *entry = entries[of_key / key_heads] + position * row_bytes(model->kind, size);
+            entry += of_key % key_heads * span->text->head_bytes;
             for (long i = 0; i < size; i++)
                 if (model->kind == F32)
                     AT(float, entry + 4 * i) = x[i];
@@ -201,19 +193,18 @@ static void write_heads(void *argument, long piece) {
 
 enum { SINKS = 4 }; /* first positions, which a plan's window does not hide */
 
-/* Positions [range[0], range[1]) of a chunk that a row at a position attends to. Where the plan's
- * window hides some, the first SINKS are a chunk of their own, the last. */
+/* Positions [range[0], range[1]) of a chunk, counted from its first, that a row attends to. */
 static void find_visible(const Step *s, long chunk, long position, long range[2]) {
-    long oldest = max(0, position + 1 - s->layer->window), low = chunk * CHUNK;
+    long oldest = max(0, position + 1 - s->layer->window), first = chunk * CHUNK;
     long newest = max(oldest, position + 1 - s->model->newest);
     if (!s->model->newest || newest <= SINKS) /* nothing is hidden */
         newest = oldest;
-    if (s->model->newest && chunk == s->chunks - 1) {
-        range[0] = oldest;
-        range[1] = newest > oldest ? max(oldest, SINKS) : oldest;
+    if (chunk == s->sinks) {
+        range[0] = min(oldest, SINKS);
+        range[1] = newest > oldest ? SINKS : range[0];
     } else {
-        range[1] = max(low, min(low + CHUNK, position + 1));
-        range[0] = min(range[1], max(low, newest));
+        range[1] = max(0, min(CHUNK, position + 1 - first));
+        range[0] = min(range[1], max(0, newest - first));
     }
 }
 
@@ -229,22 +220,18 @@ static void attend_to_chunk(void *argument, long piece) {
     long rows = span->rows, queries = rows * groups, width = padded(size) + 2;
     long place = place_of_query(s, span->row, head * groups), stride = s->chunks * width;
     char *const *entries = span->text->entries + 2 * (s->layer - model->layers);
-    const char *keys = entries[0] + head * span->text->head_bytes;
-    const char *values = entries[1] + head * span->text->head_bytes;
+    long first = chunk == s->sinks ? 0 : chunk * CHUNK;
+    long offset = head * span->text->head_bytes + first * row_bytes(kind, size);
     const char *x = s->queries + place * input_bytes(kind, size);
     float *out = s->partials + place * stride + chunk * width;
 
-    long visible[rows][2]; /* of each row, from an even position on */
+    long visible[rows][2];
     for (long row = 0; row < rows; row++)
         find_visible(s, chunk, span->start + row, visible[row]);
-    long first = visible[0][0] & ~1, count = visible[rows - 1][1] - first;
-    for (long row = 0; row < rows; row++) {
-        visible[row][0] -= first;
-        visible[row][1] -= first;
-    }
     float scores[queries][CHUNK];
     uint16_t rounded[weight_bytes(kind) == 2 ? queries : 1][CHUNK];
-    score_keys(kind, queries, keys + first * row_bytes(kind, size), count, size, x, scores[0]);
+    score_keys(kind, queries, entries[0] + offset, visible[0][0], visible[rows - 1][1], size, x,
+               scores[0]);
     for (long query = 0; query < queries; query++) {
         float *sums = out + query * stride;
         memset(sums, 0, 4 * width);
@@ -252,8 +239,7 @@ static void attend_to_chunk(void *argument, long piece) {
               sums + padded(size), weight_bytes(kind) == 2 ? rounded[query] : NULL);
     }
     const char *weights = weight_bytes(kind) == 2 ? (char *)rounded : (char *)scores;
-    add_visible(kind, rows, groups, values + first * row_bytes(kind, size), visible, size, weights,
-                out, stride);
+    add_visible(kind, rows, groups, entries[1] + offset, visible, size, weights, out, stride);
 }
 
 /* Join the partials of a query for all chunks: -> attended [rows, heads, size]. */
@@ -262,14 +248,14 @@ static void join_chunks(void *argument, long place) {
     const Model *model = s->model;
     long size = padded(model->size), groups = model->groups;
     long row = place / groups % s->rows, head = place / groups / s->rows * groups + place % groups;
-    const float *partials = s->partials + place * s->chunks * (size + 2), *part = partials;
-    float sums[size], largest = part[size + 1], total = 0.0f;
-    for (long chunk = 0; chunk < s->chunks; chunk++, part += size + 2)
+    const float *parts = s->partials + place * s->chunks * (size + 2);
+    const float *end = parts + s->chunks * (size + 2);
+    float sums[size], largest = parts[size + 1], total = 0.0f;
+    for (const float *part = parts; part < end; part += size + 2)
         if (part[size + 1] > largest)
             largest = part[size + 1];
     memset(sums, 0, sizeof sums);
-    part = partials;
-    for (long chunk = 0; chunk < s->chunks; chunk++, part += size + 2) {
+    for (const float *part = parts; part < end; part += size + 2) {
         if (part[size] == 0.0f) /* the row attends to nothing of this chunk */
             continue;
         float factor = exponential(part[size + 1] - largest);
@@ -300,41 +286,41 @@ static void attention(Step *s, const float *x, float *out) {
     s->qkv = buffer(QKV, 4 * rows * (heads + 2 * model->key_heads) * size);
     s->queries = buffer(QUERIES, rows * heads * input_bytes(model->kind, size));
     s->attended = buffer(ATTENDED, 4 * rows * heads * size);
-    project(s, s->layer->qkv, 3, x, model->hidden, s->qkv);
-    run(write_heads, s, s->num_spans, heads * size);
+    project(s, s->layer->qkv, 3, x, s->qkv);
+    run(finish_heads, s, s->num_spans, heads * size);
     attend_to_entries(s);
-    project(s, &s->layer->o, 1, s->attended, heads * size, out);
+    project(s, &s->layer->o, 1, s->attended, out);
 }
 
-/* activation(gate) * up of a row, SiLU or tanh GELU, in place of gate: gate_up [rows, 2 * size]. */
+/* activation(gate) * up of a row, with SiLU or tanh GELU: gate_up [2, size] -> gated [size]. */
 static void activate(void *argument, long row) {
     Step *s = argument;
     long size = s->layer->down.columns;
-    float *gate = s->gate_up + row * 2 * size, *up = gate + size;
+    const float *gate = s->gate_up + row * 2 * size, *up = gate + size;
+    float *out = s->gated + row * size;
     if (s->model->is_gelu)
         for (long i = 0; i < size; i++) {
             float x = gate[i], inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-            gate[i] = up[i] * (0.5f * x * (1.0f + hyperbolic_tangent(inner)));
+            out[i] = up[i] * (0.5f * x * (1.0f + hyperbolic_tangent(inner)));
         }
     else
         for (long i = 0; i < size; i++)
-            gate[i] = up[i] * (gate[i] / (1.0f + exponential(-gate[i])));
+            out[i] = up[i] * (gate[i] / (1.0f + exponential(-gate[i])));
 }
 
 /* MLP sublayer (model.layers.GatedMLP): [rows, hidden] -> the same shape. */
 static void gated_mlp(Step *s, const float *x, float *out) {
     long size = s->layer->down.columns;
     s->gate_up = buffer(GATE_UP, 4 * s->rows * 2 * size);
-    project(s, s->layer->gate_up, 2, x, s->model->hidden, s->gate_up);
+    s->gated = buffer(GATED, 4 * s->rows * size);
+    project(s, s->layer->gate_up, 2, x, s->gate_up);
     run(activate, s, s->rows, 8 * size); /* exponentials take longer */
-    project(s, &s->layer->down, 1, s->gate_up, 2 * size, out);
+    project(s, &s->layer->down, 1, s->gated, out);
 }
 
-typedef void Sublayer(Step *s, const float *x, float *out);
-
 /* x + sublayer(norm(x)), or x + post_norm(sublayer(norm(x))): x is [rows, hidden]. */
-static void add_sublayer(Step *s, Sublayer *sublayer, const float *norm, const float *post_norm,
-                         float *x) {
+static void add_sublayer(Step *s, void sublayer(Step *, const float *, float *),
+                         const float *norm, const float *post_norm, float *x) {
     long hidden = s->model->hidden, count = s->rows * hidden;
     float eps = s->model->eps, *normed = buffer(NORMED, 4 * count), *out = buffer(OUT, 4 * count);
     for (long first = 0; first < count; first += hidden)
@@ -355,29 +341,27 @@ static void block(Step *s, const Layer *layer, float *x) {
         add_sublayer(s, gated_mlp, layer->mlp_norm, layer->mlp_post_norm, x);
 }
 
-enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22 }; /* of a step; numbers */
-enum { MAX_QUERIES = 24 };                      /* of a span for a key head */
+enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22, MAX_QUERIES = 24 }; /* of a step; queries of a span */
 
 /* Begin a step with the next rows of texts, after those that are done. */
 static Step take_rows(const Model *model, const Text *texts, long count, long done) {
     Step s = {.model = model, .spans = buffer(SPANS, MAX_ROWS * sizeof(Span))};
     for (const Text *text = texts; text < texts + count; text++)
         s.positions = max(s.positions, text->start + text->rows);
-    s.chunks = (s.positions + CHUNK - 1) / CHUNK + (model->newest > 0);
+    s.chunks = (s.positions + CHUNK - 1) / CHUNK;
+    s.sinks = model->newest ? s.chunks++ : -1;
     long partials = s.chunks * model->heads * (padded(model->size) + 2); /* of a row */
     long most = min(MAX_ROWS, MAX_PARTIALS / partials + 1);
     for (const Text *text = texts; text < texts + count; done -= text->rows, text++)
         for (long row = max(0, done), rows; row < text->rows && s.rows < most; row += rows) {
-            rows = min(max(1, MAX_QUERIES / model->groups), text->rows - row);
-            rows = min(rows, most - s.rows);
+            rows = min(text->rows - row, min(most - s.rows, max(1, MAX_QUERIES / model->groups)));
             s.spans[s.num_spans++] = (Span){text, s.rows, rows, text->start + row};
             s.rows += rows;
         }
     return s;
 }
 
-/* Logits after the tokens of a few texts: tokens [rows] -> [rows, vocab]. Keys and values go into the
- * caches. */
+/* Logits after the tokens of a few texts, [rows] -> [rows, vocab]. Keys and values are cached. */
 void step(const Model *model, const Text *texts, long count, const int64_t *tokens, float *logits) {
     long hidden = model->hidden, vocab = model->head.rows, done = 0;
     for (Step s; (s = take_rows(model, texts, count, done)).rows; done += s.rows) {
@@ -387,21 +371,18 @@ void step(const Model *model, const Text *texts, long count, const int64_t *toke
             block(&s, &model->layers[layer], x);
         for (long row = 0; row < s.rows; row++)
             normalise(x + row * hidden, model->norm, hidden, model->eps, x + row * hidden);
-        project(&s, &model->head, 1, x, hidden, out);
+        project(&s, &model->head, 1, x, out);
         for (long i = 0; model->final_soft_cap && i < s.rows * vocab; i++)
             out[i] = capped(out[i], model->final_soft_cap);
     }
 }
 
-/* Prompts: their linear layers are torch's, which gains by more rows, and their attention is ours. */
+/* Prompts: their linear layers are torch's, which gains by more rows. Their attention is ours. */
 
-int has_pairs(void) { return HAS_PAIRS; }
-
-/* Round a row of rotated queries to meet keys. */
-static void write_queries(void *argument, long row) {
+static void round_queries(void *argument, long row) {
     Step *s = argument;
     for (long head = 0; head < s->model->heads; head++)
-        write_query(s, s->qkv + (row * s->model->heads + head) * s->model->size, row, head);
+        round_query(s, s->qkv + (row * s->model->heads + head) * s->model->size, row, head);
 }
 
 /* Attention of a text's rows to a cache of one layer, which holds their entries
@@ -413,7 +394,7 @@ void attend(const Model *model, const Text *text, float *queries, float *out) {
         s.qkv = queries + done * numbers;
         s.queries = buffer(QUERIES, s.rows * model->heads * input_bytes(model->kind, model->size));
         s.attended = out + done * numbers;
-        run(write_queries, &s, s.rows, numbers);
+        run(round_queries, &s, s.rows, numbers);
         attend_to_entries(&s);
     }
 }
