@@ -122,9 +122,9 @@ static void weigh(float *scores, const long visible[2], float scale, float cap, 
 }
 
 /* Numbers of a weighted sum: the columns of a head, filled up to two registers. Where pairs are
- * multiplied, the even columns of two registers come before the odd ones: see place_of. */
+ * multiplied, the even columns of two registers come before the odd ones: see place_of_column. */
 INLINE long padded(long size) { return (size + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH); }
-INLINE long place_of(long kind, long i) {
+INLINE long place_of_column(long kind, long i) {
     long column = i % (2 * WIDTH);
     return weight_bytes(kind) == 4 ? i : i - column + column % 2 * WIDTH + column / 2;
 }

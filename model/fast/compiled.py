@@ -24,7 +24,7 @@ FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
 ]
-# of x86: keeps a tile's inputs in registers, unlike GCC's for Zen, and uses whole registers
+# for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
 
 

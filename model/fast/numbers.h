@@ -16,20 +16,20 @@ enum { FOUR = 4, EIGHT = 8, BF16 = 16, F32 = 32 }; /* kinds of numbers, by bits 
 enum { LANES = 16 };
 
 /* A register holds WIDTH lanes. LOW and HIGH take the lower or the upper lanes of two registers, in
- * turns. A tile of products has up to TILE rows of inputs (products.h). */
+ * turns. A tile of products has up to TILE_INPUTS rows of inputs (products.h). */
 #if defined __AVX512F__ && defined __AVX512BW__
 #include <immintrin.h>
-enum { WIDTH = 16, TILE = 4 };
+enum { WIDTH = 16, TILE_INPUTS = 4 };
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #elif defined __AVX2__ && defined __FMA__
 #include <immintrin.h>
-enum { WIDTH = 8, TILE = 3 };
+enum { WIDTH = 8, TILE_INPUTS = 3 };
 #define LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #elif defined __aarch64__
 #include <arm_neon.h>
-enum { WIDTH = 4, TILE = 4 };
+enum { WIDTH = 4, TILE_INPUTS = 4 };
 #define LOW 0, 4, 1, 5
 #define HIGH 2, 6, 3, 7
 #else

@@ -275,7 +275,7 @@ static void multiply_block(const Matrix *m, long block, const char *x, long rows
         Tile t = {m->weights + block * block_bytes(m) + row * stride, x, is_part ? 0 : stride,
                   x_stride, m->columns, step, out + first + row, out_stride};
         for (long left = rows, inputs; left > 0; left -= inputs) {
-            inputs = left == TILE + 1 ? (TILE + 1) / 2 : min(TILE, left);
+            inputs = left == TILE_INPUTS + 1 ? (TILE_INPUTS + 1) / 2 : min(TILE_INPUTS, left);
             tiles[m->kind / 8][inputs - 1](t);
             t.x += inputs * x_stride;
             t.out += inputs * out_stride;

@@ -265,7 +265,7 @@ static void join_chunks(void *argument, long place) {
     }
     float *out = s->attended + (row * model->heads + head) * model->size;
     for (long i = 0; i < model->size; i++)
-        out[i] = sums[place_of(model->kind, i)] / total;
+        out[i] = sums[place_of_column(model->kind, i)] / total;
 }
 
 /* Attention of all rows to the entries of the cache: queries -> attended [rows, heads, size]. A
@@ -333,7 +333,7 @@ static void add_sublayer(Step *s, void sublayer(Step *, const float *, float *),
 }
 
 /* Block (model.llama.LlamaBlock, model.gemma2.Gemma2Block), without what the plan skips. */
-static void block(Step *s, const Layer *layer, float *x) {
+static void decoder_block(Step *s, const Layer *layer, float *x) {
     s->layer = layer;
     if (layer->o.kind)
         add_sublayer(s, attention, layer->attention_norm, layer->attention_post_norm, x);
@@ -368,7 +368,7 @@ void step(const Model *model, const Text *texts, long count, const int64_t *toke
         float *x = buffer(X, 4 * s.rows * hidden), *out = logits + done * vocab;
         embed(model, tokens + done, s.rows, x);
         for (long layer = 0; layer < model->num_layers; layer++)
-            block(&s, &model->layers[layer], x);
+            decoder_block(&s, &model->layers[layer], x);
         for (long row = 0; row < s.rows; row++)
             normalise(x + row * hidden, model->norm, hidden, model->eps, x + row * hidden);
         project(&s, &model->head, 1, x, out);
