@@ -1,6 +1,5 @@
-/* Products of attention: queries with keys, and weights with values, for up to a few dozen queries
- * that read the same keys and values. From top to bottom: keys with a position in each lane, scores,
- * weighted sums of values. It knows nothing of models, rows and windows.
+/* Products of attention, for up to a few dozen queries that read the same keys and values. From top
+ * to bottom: scores, softmax, weighted sums of values. It knows nothing of models and windows.
  *
  * A score is one sum, to which the columns of a head are added from the first to the last; a lane
  * holds the score of one position. A weighted sum gets the positions two by two, from the first to
@@ -11,6 +10,23 @@
 
 enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK] */
 enum { TURNED = 2 * WIDTH }; /* positions whose keys are turned together */
+enum { MANY = WIDTH == 8 ? 4 : 8 }; /* queries at a time, whose sums fit into the registers */
+
+/* Exchange rows and columns [WIDTH, WIDTH]: a round puts the lanes of two rows in turns. */
+INLINE void transpose(Ints rows[WIDTH]) {
+#pragma GCC unroll 4
+    for (int round = 1; round < WIDTH; round *= 2) {
+        Ints turned[WIDTH];
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDTH / 2; i++) {
+            turned[2 * i] = PICK(Ints, rows[i], rows[i + WIDTH / 2], LOW);
+            turned[2 * i + 1] = PICK(Ints, rows[i], rows[i + WIDTH / 2], HIGH);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++)
+            rows[i] = turned[i];
+    }
+}
 
 /* Turn keys, four bytes of each at a time: [TURNED, words] -> [words, TURNED], with a position in
  * each lane. Those from ``count`` on are zeros. */
@@ -28,12 +44,12 @@ static void turn_keys(const char *keys, long count, long words, Ints (*turned)[2
         }
 }
 
-/* Scores of up to four rounded queries, x_bytes apart, at turned keys: -> [queries, CHUNK]. */
+/* Scores of a few rounded queries, x_bytes apart, at turned keys: -> [queries, CHUNK]. */
 INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const char *x,
                   long x_bytes, float *out) {
-    Floats sums[4][2] = {0};
+    Floats sums[MANY][2] = {0};
     for (long word = 0; word < words; word++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int i = 0; i < 2 * queries; i++) {
             Ints keys = turned[word][i % 2];
             const char *of = x + i / 2 * x_bytes + 4 * word;
@@ -49,50 +65,78 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
                 *sum = multiply_add(odd, broadcast(AT(float, of + 4 * LANES)), *sum);
             }
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < 2 * queries; i++)
-        AT(FloatsAt, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
+        AT(Floats, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
-/* Scores of rounded queries at ``count`` keys of a head [count, size]: -> [queries, CHUNK]. */
-static void score_keys(long kind, long queries, const char *keys, long count, long size,
+/* Scores of rounded queries at keys [begin, end) of a head [CHUNK, size]: -> [queries, CHUNK]. */
+static void score_keys(long kind, long queries, const char *keys, long begin, long end, long size,
                        const char *x, float *scores) {
     long bytes = row_bytes(kind, size), x_bytes = input_bytes(kind, size);
     Ints turned[bytes / 4][2];
-    for (long key = 0; key < count; key += TURNED) {
-        turn_keys(keys + key * bytes, count - key, bytes / 4, turned);
-        for (long query = 0; query < queries; query += 4)
-#pragma GCC unroll 4
-            for (int n = 1; n <= 4; n++) {
-                const char *of = x + query * x_bytes;
-                float *out = scores + query * CHUNK + key;
-                if (n == min(4, queries - query) && kind == BF16)
+    for (long key = begin / TURNED * TURNED; key < end; key += TURNED) {
+        turn_keys(keys + key * bytes, end - key, bytes / 4, turned);
+        for (long query = 0, taken; query < queries; query += taken) {
+            const char *of = x + query * x_bytes;
+            float *out = scores + query * CHUNK + key;
+            taken = min(MANY, queries - query);
+#pragma GCC unroll 8
+            for (int n = 1; n <= MANY; n++)
+                if (n == taken && kind == BF16)
                     score(BF16, n, turned, bytes / 4, of, x_bytes, out);
-                else if (n == min(4, queries - query))
+                else if (n == taken)
                     score(F32, n, turned, bytes / 4, of, x_bytes, out);
-            }
+        }
     }
 }
 
 /* Bytes of a weight: values in bfloat16 meet such weights where pairs are multiplied. */
 INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
 
-/* Numbers of a weighted sum: columns of a head, filled to two registers, and a column's place. Where
- * pairs are multiplied, the even columns of two registers come before the odd ones. */
+/* Weights of a query's visible positions: softmax of their scores without its division, which is
+ * exponentials of the scaled scores less the largest, in place. sum[0] is the sum of the weights,
+ * sum[1] the largest scaled score. Weights beside the visible ones are zeros, up to an even number.
+ * ``rounded``, where it is not NULL, gets them in bfloat16. A cap of 0 is none. */
+static void weigh(float *scores, const long visible[2], float scale, float cap, float sum[2],
+                  uint16_t *rounded) {
+    long begin = visible[0], end = visible[1];
+    int32_t largest = -0x7F800001;
+    for (long i = begin; i < end; i++) {
+        scores[i] = cap ? capped(scores[i] * scale, cap) : scores[i] * scale;
+        /* compared as integers of the same order, of which NaN is the largest */
+        int32_t bits = bits_of(scores[i]), ordered = bits ^ (bits >> 31 & 0x7FFFFFFF);
+        largest = ordered > largest ? ordered : largest;
+    }
+    float highest = as_float(largest ^ (largest >> 31 & 0x7FFFFFFF));
+    for (long i = begin; i < end; i++)
+        scores[i] = exponential(scores[i] - highest);
+    sum[0] = sum_of(scores + begin, end - begin, 0);
+    sum[1] = highest;
+    if (begin % 2)
+        scores[--begin] = 0.0f;
+    if (end % 2)
+        scores[end++] = 0.0f;
+    for (long i = begin; rounded && i < end; i++)
+        rounded[i] = to_bf16(scores[i]);
+}
+
+/* Numbers of a weighted sum: the columns of a head, filled up to two registers. Where pairs are
+ * multiplied, the even columns of two registers come before the odd ones: see place_of_column. */
 INLINE long padded(long size) { return (size + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH); }
-INLINE long place_of(long kind, long i) {
+INLINE long place_of_column(long kind, long i) {
     long column = i % (2 * WIDTH);
     return weight_bytes(kind) == 4 ? i : i - column + column % 2 * WIDTH + column / 2;
 }
 
-/* Add two weighted values, 2 * WIDTH columns of each, to the sums of up to four queries. */
+/* Add two weighted values, 2 * WIDTH columns of each, to the sums of a few queries. */
 INLINE void add_two(long kind, int queries, const char *one, const char *two, long left,
-                    const char *weights, Floats sums[4][2]) {
+                    const char *weights, Floats sums[MANY][2]) {
     if (weight_bytes(kind) == 2) {
         Ints a = (Ints)load(F32, one, left / 2), b = (Ints)load(F32, two, left / 2);
         Ints even = (a & 0xFFFF) | b << 16;
         Ints odd = (Ints)((Uints)a >> 16) | (b & (int32_t)0xFFFF0000);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
             Ints pair = AT(int32_t, weights + query * CHUNK * 2) - (Ints){0};
             sums[query][0] = multiply_add_bf16(sums[query][0], even, pair);
@@ -104,7 +148,7 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
     for (int of_two = 0; of_two < 2; of_two++, one = two, weights += 4) {
         Floats first = load(kind, one, left);
         Floats second = load(kind, one + WIDTH * bytes_of(kind), left - WIDTH);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
             Floats weight = broadcast(AT(float, weights + query * CHUNK * 4));
             sums[query][0] = multiply_add(first, weight, sums[query][0]);
@@ -113,45 +157,68 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
     }
 }
 
-/* Add the weighted values of positions [begin, end) to the sums of up to four queries. Positions
- * count from an even one. Two at a time are added, an even one first; an unpaired first or last
- * position is paired with zeros. values [positions, size], weights [queries, CHUNK] -> out [queries, stride]. */
-INLINE void add_values(long kind, int queries, const char *values, long begin, long end, long size,
-                       const char *weights, float *out, long stride) {
+/* Add the weighted values of positions [begin, end), ``row`` bytes apart, to the sums of a few
+ * queries: weights [queries, CHUNK] -> out [queries, stride], in 2 * WIDTH columns, or in those
+ * that are left. Two positions are added at a time, an even one first, or one and zeros. */
+INLINE void add_values(long kind, int queries, const char *values, long row, long left, long begin,
+                       long end, const char *weights, float *out, long stride) {
     static const char zeros[8 * WIDTH];
-    long row = size * bytes_of(kind), bytes = weight_bytes(kind);
-    for (long column = 0; column < size; column += 2 * WIDTH) {
-        Floats sums[4][2];
-        long left = size - column, at = begin & ~1;
-        const char *of = values + column * bytes_of(kind);
+    Floats sums[MANY][2];
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * queries; i++)
+        sums[i / 2][i % 2] = AT(Floats, out + i / 2 * stride + i % 2 * WIDTH);
+    for (long at = begin & ~1; at < end; at += 2) {
+        const char *one = at < begin ? zeros : values + at * row;
+        const char *two = at + 1 < end ? values + (at + 1) * row : zeros;
+        add_two(kind, queries, one, two, left, weights + at * weight_bytes(kind), sums);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * queries; i++)
+        AT(Floats, out + i / 2 * stride + i % 2 * WIDTH) = sums[i / 2][i % 2];
+}
+
+/* The same for any number of queries, in all columns: values [positions, size]. Where less than two
+ * registers are left, they are filled from the next position, but not for the last two. */
+static void add_all_values(long kind, long queries, const char *values, long begin, long end,
+                           long size, const char *weights, float *out, long stride) {
+    long row = size * bytes_of(kind), bytes = CHUNK * weight_bytes(kind), taken;
+    for (long column = 0; column < size && begin < end; column += 2 * WIDTH) {
+        long left = size - column, missing = max(0, 2 * WIDTH - left);
+        long whole = missing <= size ? max(begin, (end - 1) & ~1) : begin; /* until there */
+        if (!missing)
+            whole = end;
+        for (long query = 0; query < queries; query += taken) {
+            const char *of = values + column * bytes_of(kind), *by = weights + query * bytes;
+            float *to = out + query * stride + column;
+            taken = min(MANY, queries - query);
 #pragma GCC unroll 8
-        for (int i = 0; i < 2 * queries; i++)
-            sums[i / 2][i % 2] = AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH);
-        if (begin % 2) {
-            add_two(kind, queries, zeros, of + begin * row, left, weights + at * bytes, sums);
-            at += 2;
+            for (int n = 1; n <= MANY; n++)
+                if (n == taken && begin < whole && kind == BF16)
+                    add_values(BF16, n, of, row, 2 * WIDTH, begin, whole, by, to, stride);
+                else if (n == taken && begin < whole)
+                    add_values(F32, n, of, row, 2 * WIDTH, begin, whole, by, to, stride);
+            for (long n = 0; whole < end && n < taken; n++)
+                add_values(kind, 1, of, row, left, whole, end, by + n * bytes, to + n * stride, 0);
         }
-        for (; at + 1 < end; at += 2)
-            add_two(kind, queries, of + at * row, of + (at + 1) * row, left, weights + at * bytes,
-                    sums);
-        if (at < end)
-            add_two(kind, queries, of + at * row, zeros, left, weights + at * bytes, sums);
-#pragma GCC unroll 8
-        for (int i = 0; i < 2 * queries; i++)
-            AT(FloatsAt, out + i / 2 * stride + column + i % 2 * WIDTH) = sums[i / 2][i % 2];
     }
 }
 
-/* The same for any number of queries, and for no positions at all. */
-static void attend_to(long kind, long queries, const char *values, long begin, long end, long size,
-                      const char *weights, float *out, long stride) {
-    for (; queries > 0 && begin < end; queries -= 4, out += 4 * stride) {
-#pragma GCC unroll 4
-        for (int n = 1; n <= 4; n++)
-            if (n == min(4, queries) && kind == BF16)
-                add_values(BF16, n, values, begin, end, size, weights, out, stride);
-            else if (n == min(4, queries))
-                add_values(F32, n, values, begin, end, size, weights, out, stride);
-        weights += 4 * CHUNK * weight_bytes(kind);
+/* Add the weighted values of the positions that each row sees: visible [rows, 2], where a later row
+ * sees no earlier positions, and no fewer later ones. A row has ``groups`` queries. Positions that
+ * all rows see are added for all at once, those before and after them row by row. */
+static void add_visible(long kind, long rows, long groups, const char *values,
+                        const long (*visible)[2], long size, const char *weights, float *out,
+                        long stride) {
+    long common = (visible[rows - 1][0] + 1) & ~1, until = max(common, visible[0][1] & ~1);
+    long bytes = groups * CHUNK * weight_bytes(kind);
+    for (long part = 0; part < 2; part++) {
+        for (long row = 0; row < rows; row++) {
+            long begin = part ? max(until, visible[row][0]) : visible[row][0];
+            long end = part ? visible[row][1] : min(common, visible[row][1]);
+            add_all_values(kind, groups, values, begin, end, size, weights + row * bytes,
+                           out + row * groups * stride, stride);
+        }
+        if (part == 0)
+            add_all_values(kind, rows * groups, values, common, until, size, weights, out, stride);
     }
 }

@@ -1,6 +1,5 @@
-"""Compiled ``step.c``: its structures, and calls of its functions.
-
-It is compiled at the first run on a machine, by the system's C compiler. Knows nothing of models.
+"""Compiled ``step.c``: at the first run on a machine, by the system's C compiler. Knows nothing of
+models.
 """
 
 import ctypes
@@ -11,59 +10,22 @@ import platform
 import shutil
 import subprocess
 import sys
-import threading
 from contextlib import suppress
-from ctypes import c_float, c_int32, c_long, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-import torch
 
 from model.errors import InputError
 from model.places import cache_folder, version
 
 STEP = Path(__file__).with_name("step.c")
-SOURCES = [STEP, *map(STEP.with_name, ("products.h", "attention.h", "threads.h", "round.h"))]
+SOURCES = [STEP, *sorted(STEP.parent.glob("*.h"))]
 FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
 ]
 # for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
-one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
-
-
-def structure(name: str, fields: dict[str, type]) -> type[ctypes.Structure]:
-    """Return a structure of ``step.c``. A key of ``fields`` holds the names of fields of a type."""
-    each = [(part, kind) for names, kind in fields.items() for part in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": each})
-
-
-CMatrix = structure("CMatrix", {"weights bias": c_void_p, "kind rows columns": c_long})
-CLayer = structure(
-    "CLayer",
-    {
-        "qkv": CMatrix * 3,
-        "o": CMatrix,
-        "gate_up": CMatrix * 2,
-        "down": CMatrix,
-        "attention_norm attention_post_norm mlp_norm mlp_post_norm": c_void_p,
-        "q_norm k_norm cos sin": c_void_p,
-        "window": c_long,
-    },
-)
-CModel = structure(
-    "CModel",
-    {
-        "layers embedding norm": c_void_p,
-        "head": CMatrix,
-        "num_layers kind hidden heads key_heads size newest": c_long,
-        "embedding_scale eps scale soft_cap final_soft_cap": c_float,
-        "is_gelu": c_int32,
-    },
-)
-CText = structure("CText", {"tokens entries": c_void_p, "rows start head_bytes": c_long})
 
 
 def compiler() -> list[str]:
@@ -117,10 +79,3 @@ def library() -> ctypes.CDLL:
             with TemporaryDirectory(dir=kept.parent) as beside:
                 os.replace(shutil.copy(made, beside), kept)
         return ctypes.CDLL(str(made))
-
-
-def call(function: str, *arguments: object) -> None:
-    """Call a function of ``step.c`` on torch's number of threads."""
-    with one_at_a_time:
-        library().use_threads(c_long(torch.get_num_threads()))
-        getattr(library(), function)(*arguments)

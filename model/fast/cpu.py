@@ -6,8 +6,9 @@ weights.
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
-from ctypes import c_long, c_void_p
+from ctypes import c_float, c_int32, c_long, c_void_p
 from functools import partial
 
 import torch
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
+from model.config import Rope
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
-from model.fast.compiled import CLayer, CMatrix, CModel, CText, call, library
+from model.fast.compiled import library
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import shares_of
@@ -37,6 +39,46 @@ NORMS = {  # of a block: fields of a layer in step.c, and their names here
     },
 }
 UNLIMITED = 1 << 60  # positions
+one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
+
+
+def structure(name: str, fields: dict[str, type]) -> type[ctypes.Structure]:
+    """Return a structure of ``step.c``. A key of ``fields`` holds the names of fields of a type."""
+    each = [(part, kind) for names, kind in fields.items() for part in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": each})
+
+
+CMatrix = structure("CMatrix", {"weights bias": c_void_p, "kind rows columns": c_long})
+CLayer = structure(
+    "CLayer",
+    {
+        "qkv": CMatrix * 3,
+        "o": CMatrix,
+        "gate_up": CMatrix * 2,
+        "down": CMatrix,
+        "attention_norm attention_post_norm mlp_norm mlp_post_norm": c_void_p,
+        "q_norm k_norm cos sin": c_void_p,
+        "window": c_long,
+    },
+)
+CModel = structure(
+    "CModel",
+    {
+        "layers embedding norm": c_void_p,
+        "head": CMatrix,
+        "num_layers kind hidden heads key_heads groups size newest": c_long,
+        "embedding_scale eps scale soft_cap final_soft_cap": c_float,
+        "is_gelu": c_int32,
+    },
+)
+CText = structure("CText", {"entries": c_void_p, "rows start head_bytes": c_long})
+
+
+def call(function: str, *arguments: object) -> None:
+    """Call a function of ``step.c`` on torch's number of threads."""
+    with one_at_a_time:
+        library().use_threads(c_long(torch.get_num_threads()))
+        getattr(library(), function)(*arguments)
 
 
 class FastDecoder(PreparedDecoder):
@@ -92,17 +134,19 @@ class FastDecoder(PreparedDecoder):
         Each call has its own cache. The logits of a call have the same bits as alone.
         """
         plan = plan or self.full
+        texts: list[ctypes.Structure] = []
         for tokens, cache, start in calls:
-            cache.claim(plan.attention_layers, start, tokens.shape[1])
+            rows = tokens.shape[1]
+            cache.claim(plan.attention_layers, start, rows)
+            head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
+            texts += [CText(each.data_ptr(), rows, start, head_bytes) for each in cache.addresses]
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
-        calls = [(tokens.contiguous(), cache, start) for tokens, cache, start in calls]
-        texts = [text for each in calls for text in texts_of(*each)]
-        rows = [tokens.numel() for tokens, _, _ in calls]
-        logits = torch.empty(sum(rows), self.vocab_size)
+        all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls])
+        logits = torch.empty(len(all_tokens), self.vocab_size)
         array = (CText * len(texts))(*texts)
-        place = c_void_p(logits.data_ptr())
-        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), place)
-        by_call = zip(logits.split(rows), calls, strict=True)
+        places = [c_void_p(each.data_ptr()) for each in (all_tokens, logits)]
+        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), *places)
+        by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, -1) for each, (tokens, _, _) in by_call]
 
     def copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
@@ -126,30 +170,16 @@ class Weights:
         self.positions = 1 << (positions - 1).bit_length()
         config = fast.config
         model = fast.model
-        angles = {}
-        for rope in set(config.ropes):  # one half of each: the other repeats it
-            tables = rotary_table(
-                rope, config.head_dim, self.positions, torch.float32, model.device
-            )
-            angles[rope] = [self.address(each.chunk(2, 1)[1].contiguous()) for each in tables]
         layers = (CLayer * config.num_layers)()
         parts = zip(layers, model.layers, plan.attention, plan.mlp, strict=True)
-        for number, (layer, block, attention, mlp) in enumerate(parts):
-            of = block.self_attn
-            layer.qkv = tuple(
-                self.matrix(each, attention) for each in (of.q_proj, of.k_proj, of.v_proj)
-            )
-            layer.o = self.matrix(of.o_proj, attention)
-            layer.gate_up = tuple(
-                self.matrix(each, mlp) for each in (block.mlp.gate_proj, block.mlp.up_proj)
-            )
-            layer.down = self.matrix(block.mlp.down_proj, mlp)
+        for layer, block, attention, mlp in parts:
+            self.add_sublayers(layer, block, attention, mlp)
             for field, name in NORMS[config.block].items():
                 setattr(layer, field, self.scales(block.get_submodule(name)))
-            if config.head_norms:
-                layer.q_norm, layer.k_norm = map(self.scales, (of.q_norm, of.k_norm))
-            layer.cos, layer.sin = angles[config.ropes[number]]
-            layer.window = config.windows[number] or UNLIMITED
+        angles = {rope: self.angles(rope, config.head_dim) for rope in set(config.ropes)}
+        for layer, rope, window in zip(layers, config.ropes, config.windows, strict=True):
+            layer.cos, layer.sin = angles[rope]
+            layer.window = window or UNLIMITED
         self.owned.append(layers)
         self.model = CModel(
             layers=ctypes.addressof(layers),
@@ -161,6 +191,7 @@ class Weights:
             hidden=config.hidden_size,
             heads=config.num_heads,
             key_heads=config.num_kv_heads,
+            groups=config.num_heads // config.num_kv_heads,
             size=config.head_dim,
             newest=plan.window or 0,
             embedding_scale=model.embedding_scale,
@@ -170,6 +201,21 @@ class Weights:
             final_soft_cap=config.final_soft_cap or 0,
             is_gelu=config.block == "gemma2",
         )
+
+    def add_sublayers(
+        self, layer: ctypes.Structure, block: nn.Module, attention: int, mlp: int
+    ) -> None:
+        """Set the linear layers of a block, in so many bits each, and the norms of its heads."""
+        of = block.self_attn
+        projections = of.q_proj, of.k_proj, of.v_proj
+        layer.qkv = tuple(self.matrix(each, attention) for each in projections)
+        layer.o = self.matrix(of.o_proj, attention)
+        if of.config.head_norms:
+            layer.q_norm = self.scales(of.q_norm)
+            layer.k_norm = self.scales(of.k_norm)
+        of = block.mlp
+        layer.gate_up = tuple(self.matrix(each, mlp) for each in (of.gate_proj, of.up_proj))
+        layer.down = self.matrix(of.down_proj, mlp)
 
     def address(self, tensor: Tensor) -> int:
         """Return the address of a tensor, which is kept."""
@@ -190,6 +236,11 @@ class Weights:
         """Return the address of the factors by which a norm scales, float32."""
         return self.address(norm.weight.float() + (1 - norm.neutral))
 
+    def angles(self, rope: Rope, size: int) -> list[int]:
+        """Return the addresses of cosine and sine ``[positions, size / 2]``, float32."""
+        tables = rotary_table(rope, size, self.positions, torch.float32, torch.device("cpu"))
+        return [self.address(each.chunk(2, 1)[1].contiguous()) for each in tables]
+
 
 def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
     """Return a copy of ``[out, in]`` weights in few bits, uint8 ``[blocks of 16 rows, bytes]``: the
@@ -204,24 +255,6 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tens
     places = [c_void_p(each.data_ptr()) for each in (shares, copy)]
     call("round_weights", ctypes.byref(matrix), c_long(bits), *places)
     return copy
-
-
-def texts_of(tokens: Tensor, cache: KVCache, start: int) -> list[ctypes.Structure]:
-    """Return the texts of a call with tokens ``[batch, T]``, each with its rows."""
-    count = tokens.shape[1]
-    entries = cache.addresses
-    text_bytes = entries.itemsize * entries.stride(0)
-    head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
-    return [
-        CText(
-            tokens.data_ptr() + tokens.itemsize * count * text,
-            entries.data_ptr() + text_bytes * text,
-            count,
-            start,
-            head_bytes,
-        )
-        for text in range(len(tokens))
-    ]
 
 
 def multiply_widened(product: nn.Linear, x: Tensor) -> Tensor:
@@ -257,6 +290,7 @@ def attend_by_step(
         kind=KINDS[k.dtype],
         heads=heads,
         key_heads=k.shape[1],
+        groups=heads // k.shape[1],
         size=size,
         newest=newest or 0,
         scale=scale,
@@ -265,7 +299,7 @@ def attend_by_step(
     for text in range(batch):
         entries = (c_void_p * 2)(k[text].data_ptr(), v[text].data_ptr())
         head_bytes = k.stride(1) * k.itemsize
-        of = CText(None, ctypes.addressof(entries), count, k.shape[2] - count, head_bytes)
+        of = CText(ctypes.addressof(entries), count, k.shape[2] - count, head_bytes)
         places = [c_void_p(each[text].data_ptr()) for each in (queries, out)]
         call("attend", ctypes.byref(model), ctypes.byref(of), *places)
     return out.to(q.dtype).transpose(1, 2)

@@ -1,5 +1,5 @@
 /* Rounding of weights to few bits: the codes, scales and zeros of model.quantise.quantise, bit for
- * bit, laid out as products.h draws them. 16 rows are rounded at a time, one per lane. */
+ * bit, laid out as products.h draws them. WIDTH rows are rounded at a time, one per lane. */
 
 enum { LEVELS = 15, FITS = 2 }; /* as in model.quantise, whose CUTS are 0 and 1 */
 
@@ -18,19 +18,16 @@ INLINE Floats bf16_of(Floats numbers) { /* as to_bf16, but in float32 */
     return blend(numbers == numbers, rounded, numbers);
 }
 
-/* Codes 0 to 15 of weights, in float32. */
-INLINE Floats codes_of(Floats weights, Floats inverse, Floats zero) {
+/* Codes 0 to 15 of weights. If all weights of a group are equal, every code is 0. */
+INLINE Ints codes_of(Floats weights, Floats scale, Floats zero) {
+    Floats inverse = blend(scale > 0.0f, 1.0f / scale, broadcast(0.0f));
     Floats code = (weights - zero) * inverse + 0.5f;
     code = larger(smaller(code, broadcast(LEVELS)), broadcast(0.0f));
-    return __builtin_convertvector(__builtin_convertvector(code, Ints), Floats);
+    return __builtin_convertvector(code, Ints);
 }
 
-INLINE Floats inverse_of(Floats scale) {
-    return blend(scale > 0.0f, 1.0f / scale, broadcast(0.0f));
-}
-
-/* Scale and zero of a group, of all candidates those with the least weighted error:
- * weights [32, WIDTH], shares [32] -> [WIDTH]. */
+/* Scale and zero of a group with the least weighted error of a few candidates: weights [32, WIDTH],
+ * shares [32] -> [WIDTH]. */
 INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *scale,
                       Floats *zero) {
     Floats low = weights[0], high = weights[0], mean = broadcast(0.0f), best = mean;
@@ -46,10 +43,11 @@ INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *
         for (int fit = 0; fit <= FITS; fit++) {
             s = bf16_of(s);
             z = bf16_of(z);
-            Floats inverse = inverse_of(s), error = broadcast(0.0f), mean_code = broadcast(0.0f);
-            Floats mean_square = broadcast(0.0f), mean_product = broadcast(0.0f);
+            Floats error = broadcast(0.0f), mean_code = error, mean_square = error;
+            Floats mean_product = error;
             for (int i = 0; i < GROUP; i++) {
-                Floats code = codes_of(weights[i], inverse, z), off = code * s + z - weights[i];
+                Floats code = __builtin_convertvector(codes_of(weights[i], s, z), Floats);
+                Floats off = code * s + z - weights[i];
                 error += off * off * shares[i];
                 mean_code += code * shares[i];
                 mean_square += code * code * shares[i];
@@ -68,78 +66,72 @@ INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *
     }
 }
 
-/* 32 weights of a row, from a column on, in float32. Rows and columns beyond the last repeat it. */
-INLINE void read_group(const Matrix *m, long row, long column, float weights[GROUP]) {
+/* Read 32 weights of WIDTH rows, from a row and a column on. The last ones repeat where there are
+ * no more. */
+INLINE void read_group(const Matrix *m, long row, long column, Floats weights[GROUP]) {
     long left = m->columns - column, bytes = bytes_of(m->kind);
-    const char *of = m->weights + min(row, m->rows - 1) * row_bytes(m->kind, m->columns);
-    for (long i = 0; i < GROUP; i += WIDTH)
-        AT(FloatsAt, weights + i) = load(m->kind, of + (column + i) * bytes, left - i);
-    for (long i = left; i < GROUP; i++)
-        weights[i] = weights[left - 1];
+    for (int lane = 0; lane < WIDTH; lane++) {
+        long place = min(row + lane, m->rows - 1) * m->columns + column;
+        float numbers[GROUP];
+        for (long i = 0; i < GROUP; i += WIDTH)
+            AT(Floats, numbers + i) = load(m->kind, m->weights + (place + i) * bytes, left - i);
+        for (long i = 0; i < GROUP; i++)
+            weights[i][lane] = numbers[min(i, left - 1)];
+    }
 }
 
-/* Four codes in the bytes of each lane. */
-INLINE Ints bytes_of_codes(const Ints codes[4]) {
-    return codes[0] | codes[1] << 8 | codes[2] << 16 | codes[3] << 24;
+/* Write codes 0 to 15 of a group: columns 0 to 15 to the lower halves of bytes. */
+INLINE void write_codes(const Ints codes[GROUP], char *out) {
+    for (int v = 0; v < 4; v++, out += 4 * LANES) {
+        Ints four = {0};
+        for (int i = 0; i < 4; i++)
+            four |= (codes[4 * v + i] | codes[LANES + 4 * v + i] << 4) << 8 * i;
+        AT(Ints, out) = four;
+    }
 }
 
 /* Copy a block of 16 rows in four bits, in which each group has a scale and a zero. */
 static void round_to_four(void *argument, long block) {
     const Rounding *r = argument;
     char *out = r->copy + block * row_bytes(FOUR, r->matrix->columns);
-    for (long group = 0; group < groups_of(r->matrix->columns); group++, out += FOUR_GROUP) {
-        float rows[LANES][GROUP];
-        for (int lane = 0; lane < LANES; lane++)
-            read_group(r->matrix, block * LANES + lane, group * GROUP, rows[lane]);
-        for (int part = 0; part < PARTS; part++) {
+    for (long group = 0; group < groups_of(r->matrix->columns); group++, out += FOUR_GROUP)
+        for (int lane = 0; lane < LANES; lane += WIDTH) {
             Floats weights[GROUP], scale, zero;
             Ints codes[GROUP];
-            for (int i = 0; i < GROUP; i++)
-                for (int lane = 0; lane < WIDTH; lane++)
-                    weights[i][lane] = rows[WIDTH * part + lane][i];
+            read_group(r->matrix, block * LANES + lane, group * GROUP, weights);
             best_grid(weights, r->shares + group * GROUP, &scale, &zero);
-            for (int i = 0; i < GROUP; i++) {
-                Floats code = codes_of(weights[i], inverse_of(scale), zero);
-                codes[i] = __builtin_convertvector(code, Ints);
-            }
-            for (int v = 0; v < 4; v++)
-                AT(IntsAt, out + 64 * v + 4 * WIDTH * part) =
-                    bytes_of_codes(codes + 4 * v) | bytes_of_codes(codes + 16 + 4 * v) << 4;
-            Uints both = (Uints)scale >> 16 | (Uints)zero;
-            AT(IntsAt, out + HALVES + 4 * WIDTH * part) = (Ints)both;
+            for (int i = 0; i < GROUP; i++)
+                codes[i] = codes_of(weights[i], scale, zero);
+            write_codes(codes, out + 4 * lane);
+            AT(Uints, out + HALVES + 4 * lane) = (Uints)scale >> 16 | (Uints)zero;
         }
-    }
 }
 
 /* Copy a block of 16 rows in eight bits: a row has one scale, of its largest weight. */
 static void round_to_eight(void *argument, long block) {
     const Rounding *r = argument;
-    long groups = groups_of(r->matrix->columns);
-    char *out = r->copy + block * row_bytes(EIGHT, r->matrix->columns);
-    for (long lane = 0; lane < LANES; lane++) {
-        float weights[GROUP], scale = 0.0f;
-        for (long group = 0; group < groups; group++) {
-            read_group(r->matrix, block * LANES + lane, group * GROUP, weights);
-            for (int i = 0; i < GROUP; i++) {
-                float size = as_float(bits_of(weights[i]) & 0x7FFFFFFF) / 127.0f;
-                scale = size > scale ? size : scale;
-            }
+    long columns = r->matrix->columns, bytes = row_bytes(EIGHT, columns);
+    for (int lane = 0; lane < LANES; lane += WIDTH) {
+        char *out = r->copy + block * bytes + 4 * lane;
+        Floats weights[GROUP], scale = broadcast(0.0f);
+        for (long column = 0; column < columns; column += GROUP) {
+            read_group(r->matrix, block * LANES + lane, column, weights);
+            for (int i = 0; i < GROUP; i++)
+                scale = larger((Floats)((Ints)weights[i] & 0x7FFFFFFF) / 127.0f, scale);
         }
-        for (long group = 0; group < groups; group++) {
-            read_group(r->matrix, block * LANES + lane, group * GROUP, weights);
-            uint32_t codes[GROUP];
+        AT(Floats, out + bytes - SCALES) = scale;
+        for (long column = 0; column < columns; column += GROUP, out += EIGHT_GROUP) {
+            read_group(r->matrix, block * LANES + lane, column, weights);
+            Ints lower[GROUP], upper[GROUP];
             for (int i = 0; i < GROUP; i++) {
-                float ratio = scale > 0.0f ? weights[i] / scale : 0.0f;
-                codes[i] = bits_of(ratio + ROUNDER) + 128;
+                Floats ratio = blend(scale > 0.0f, weights[i] / scale, broadcast(0.0f));
+                Ints code = (Ints)(ratio + (float)ROUNDER) + 128;
+                lower[i] = code & 15;
+                upper[i] = code >> 4 & 15;
             }
-            char *lower = out + group * EIGHT_GROUP + 4 * lane, *upper = lower + HALVES;
-            for (int i = 0; i < GROUP / 2; i++) {
-                long place = i / 4 * 64 + i % 4;
-                lower[place] = (char)((codes[i] & 15) | codes[i + 16] << 4);
-                upper[place] = (char)((codes[i] >> 4 & 15) | (codes[i + 16] & 240));
-            }
+            write_codes(lower, out);
+            write_codes(upper, out + HALVES);
         }
-        AT(float, out + groups * EIGHT_GROUP + 4 * lane) = scale;
     }
 }
 
@@ -149,6 +141,6 @@ int low_bit_block_bytes(long bits, long columns) { return (int)row_bytes(bits, c
 /* Write the copy of a matrix in few bits: uint8 [rows / 16, low_bit_block_bytes]. */
 void round_weights(const Matrix *matrix, long bits, const float *shares, char *copy) {
     Rounding r = {matrix, shares, copy};
-    long blocks = (matrix->rows + LANES - 1) / LANES;
-    run(bits == FOUR ? round_to_four : round_to_eight, &r, blocks, 1);
+    long blocks = (matrix->rows + LANES - 1) / LANES, cost = 8 * LANES * matrix->columns;
+    run(bits == FOUR ? round_to_four : round_to_eight, &r, blocks, cost);
 }

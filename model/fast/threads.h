@@ -14,6 +14,7 @@ typedef void Task(void *argument, long piece);
  * sleeps after PATIENCE looks. A caller that has looked STALLED times for the end of a helper's
  * pieces does ALONE steps by itself. */
 enum { AWAKE = 2000, STALLED = 2400, PATIENCE = 6000, ALONE = 8 };
+enum { SHARE = 1 << 13 }; /* cost of the pieces that are claimed at a time, at least */
 
 static struct {
     _Alignas(64) atomic_long unclaimed;      /* pieces; 0 or less if there is none */
@@ -76,8 +77,10 @@ void use_threads(long threads) {
             pthread_detach(thread);
 }
 
-/* Do all pieces of a task on all threads, which claim at least ``share`` pieces at a time. */
-static void run(Task *task, void *argument, long pieces, long share) {
+/* Do all pieces of a task on all threads. A piece costs as much as so many numbers to add, or eight
+ * times as many bytes of weights to read. */
+static void run(Task *task, void *argument, long pieces, long cost) {
+    long share = SHARE / max(1, cost) + 1;
     if (pieces <= share || pool.helpers == 0) {
         for (long piece = 0; piece < pieces; piece++)
             task(argument, piece);

@@ -88,6 +88,7 @@ static void print_steps(long kind, long bits, int rich) {
         .hidden = HIDDEN,
         .heads = HEADS,
         .key_heads = KEY_HEADS,
+        .groups = HEADS / KEY_HEADS,
         .size = SIZE,
         .embedding_scale = rich ? 8.5f : 1.0f,
         .eps = 1e-5f,
@@ -96,23 +97,24 @@ static void print_steps(long kind, long bits, int rich) {
         .final_soft_cap = rich ? 3.0f : 0.0f,
         .is_gelu = rich,
     };
-    int64_t tokens[2][POSITIONS];
+    int64_t tokens[POSITIONS + 3];
     char *entries[2][LAYERS][2];
     long entry = SIZE * bytes_of(kind);
-    for (int text = 0; text < 2; text++) {
-        for (int i = 0; i < POSITIONS; i++)
-            tokens[text][i] = (i * 7 + text) % VOCAB;
+    for (int text = 0; text < 2; text++)
         for (int layer = 0; layer < LAYERS; layer++)
             for (int which = 0; which < 2; which++)
                 entries[text][layer][which] = malloc(KEY_HEADS * POSITIONS * entry);
-    }
     for (long rows = 1, start = 0; start + rows <= POSITIONS; rows = rows % ROWS + 1) {
         int both = rows % 2;
         long written = rows + 3 * both;
         float *logits = malloc(4 * written * VOCAB);
-        Text texts[2] = {{tokens[0] + start, entries[0][0], rows, start, POSITIONS * entry},
-                         {tokens[1], entries[1][0], 3, 0, POSITIONS * entry}};
-        step(&model, texts, 1 + both, logits);
+        Text texts[2] = {{entries[0][0], rows, start, POSITIONS * entry},
+                         {entries[1][0], 3, 0, POSITIONS * entry}};
+        for (long i = 0; i < rows; i++)
+            tokens[i] = (start + i) * 7 % VOCAB;
+        for (long i = 0; i < 3; i++)
+            tokens[rows + i] = (i * 7 + 1) % VOCAB;
+        step(&model, texts, 1 + both, tokens, logits);
         print(rich ? "rich" : "plain", kind, bits, logits, 4 * written * VOCAB);
         free(logits);
         start += rows;
