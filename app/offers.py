@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.drafts import Strategy, plan_drafter
-from app.plan_file import DraftPlan, optional_plans, rounding_seconds, runnable
+from app.plan_file import LONG, DraftPlan, optional_plans, rounding_seconds, runnable
 from decoding.auto import LONGEST, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Drafter, PromptLookup
 from decoding.model_port import Model
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from app.sample import Sample, Slot
     from app.session import Session
 
-WINDOW = 512  # newest tokens that drafts may see instead of all, in a text of
-LONG = 2048  # tokens or more
+WINDOW = 512  # newest tokens that drafts may see instead of all of a long text
 PRIOR_WINDOW = 0.8  # acceptance of such a draft before any is observed
 SHORT = 512  # tokens up to which costs hardly depend on a text's length
 # For costs by bytes: work beside the weights, per round or draft step, in bytes read meanwhile;

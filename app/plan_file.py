@@ -34,6 +34,7 @@ BITS = 4  # of a low-bit draft by default
 PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
 ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
 LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
+LONG = 2048  # tokens of a text from which windows may pay
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
 READ = {*SUBLAYERS, "bits", "head_bits", "window", "gamma", "threshold", "alpha", "model"}

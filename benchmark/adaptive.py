@@ -34,7 +34,7 @@ def record(session: Session, options: Options, case: Case) -> list[Draft]:
     text = sample.source
     slot = session.slot_for(text.longest)
     drafter = strategy_of(session, sample, slot, session.model).drafter
-    session.read(sample, slot, session.model)
+    slot.read(sample, session.model)
     confidences: list[list[float]] = []
     rounds = speculate(
         session.model,

@@ -32,9 +32,8 @@ from app.common.command_line import say
 from app.common.device import machine
 from app.common.files import check_place, read_optional_json
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
-from app.offers import LONG
 from app.options import Options
-from app.plan_file import read_plan
+from app.plan_file import LONG, read_plan
 from app.session import Session
 from model.plan import LOW_BITS, LayerPlan
 from search.acceptance import Calibration
