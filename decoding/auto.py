@@ -1,18 +1,19 @@
 """Drafter and policy of ``--draft auto``: the draft of the largest expected speed-up, or none.
 
-A round that drafts k tokens takes 1 + k·(c + r) plain steps, with c the cost of a draft step and r
-that of a verified row. It writes 1 + α + α² + ... + αᵏ expected tokens, with α the probability that
-a drafted token is accepted if those before it were (arXiv 2211.17192, equation 1). The speed-up is
-their ratio; where none is above 1, the round is plain. c and r are given for the text's length:
-``measured_costs`` times them. α is learned from past rounds, so this is a bandit: a choice among
-options whose pay is learned by trying them. Its structure is known: all lengths of a draft share
-its α.
+A round that drafts k tokens takes v + k·(c + r) plain rounds, with c the cost of a draft step, r
+that of a verified row, and v a little more than 1. It writes 1 + α + α² + ... + αᵏ expected tokens,
+with α the probability that a drafted token is accepted if those before it were (arXiv 2211.17192,
+equation 1). The speed-up is their ratio; where none is above 1, the round is plain. c and r are
+given for the text's length: ``measured_costs`` times them. v and α are learned from past rounds, so
+this is a bandit: a choice among options whose pay is learned by trying them. Its structure is
+known: all lengths of a draft share its α.
 
 Knows nothing of files and options. No other file of this folder knows of it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -38,13 +39,39 @@ PRIOR_RATES = {"lookup 1": 0.3, "lookup 2": 0.5, "lookup 8": 0.8, "lookup 16": 0
 PRIOR_RATE = 0.7
 
 
-class Costs(NamedTuple):
-    """Costs, in plain steps, of a draft step under each plan at hand and of each further verified
+@dataclass
+class Costs:
+    """Costs, in plain rounds, of a draft step under each plan at hand and of each further verified
     row.
+
+    Where they are ``timed``, so are rounds. ``plain`` has the seconds of the latest plain ones, and
+    ``beyond`` by drafter what rounds with its drafts take beyond the costs of their steps.
     """
+
+    LATEST = 15  # plain rounds, whose median ignores one that another program held up
+    LEARNED = 0.5  # of a round's difference to what was known, at most that of ``MOST`` beyond
+    MOST = 1.0
+    FADE = 0.99  # what is left after a plain round, so that a drafter is tried again in time
 
     steps: Mapping[str, float]
     row: float
+    timed: bool = False
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=Costs.LATEST))
+    beyond: dict[str, float] = field(default_factory=dict)
+
+    def of_round(self, name: str) -> float:
+        """Return the cost of a round with a draft of this drafter, without its tokens: v."""
+        return 1 + self.beyond.get(name, 0.0)
+
+    def observe(self, name: str | None, seconds: float, of_tokens: float) -> None:
+        """Learn from the time of a round, plain or with a draft of tokens at this cost."""
+        if name is None:
+            self.plain.append(seconds)
+            self.beyond = {each: self.FADE * cost for each, cost in self.beyond.items()}
+        elif self.plain:
+            beyond = seconds / median(self.plain) - 1 - of_tokens
+            known = self.beyond.get(name, 0.0)
+            self.beyond[name] = known + self.LEARNED * (min(self.MOST, max(0.0, beyond)) - known)
 
 
 class Rates:
@@ -112,13 +139,14 @@ class Estimates:
 class Offer(NamedTuple):
     """Possible draft of the coming round, by the drafter ``name``.
 
-    ``rates`` are those of its kind. ``cost`` is that of a drafted token in plain steps: its draft
-    step, if it needs one, and its row of the verification. ``tokens`` are given where they are
-    known without running a model.
+    ``rates`` are those of its kind. ``of_round`` is the cost of a round with it, without its
+    tokens; ``cost`` that of a drafted token: its draft step, if it needs one, and its row of the
+    verification. ``tokens`` are given where they are known without running a model.
     """
 
     name: str
     rates: Rates
+    of_round: float
     cost: float
     tokens: Sequence[int] | None = None
 
@@ -167,12 +195,17 @@ class Auto(Policy):
         self.costs_at = costs
         self.estimates = estimates or Estimates()
         self.priors = PRIOR_RATES | dict(priors or {})
+        # of the current round
+        self.costs = Costs({}, 0.0)
+        self.began = 0.0
         self.choice = Choice()
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return the draft of the offer with the largest expected speed-up: empty if none pays."""
+        self.costs = self.costs_at(len(text))
+        self.began = perf_counter()
         offers = [*self._offers(text, limit)]
         drafts = [(*self._best_length(offer, limit), offer) for offer in offers]
         speedup, length, taken = max(drafts, key=lambda draft: draft[0], default=(1.0, 0, None))
@@ -188,14 +221,16 @@ class Auto(Policy):
         """Return the offers of all drafters that have one. A lookup's acceptance is learned per
         length of its n-gram.
         """
-        costs = self.costs_at(len(text))
+        costs = self.costs
         for name, drafter in self.drafters.items():
             if isinstance(drafter, ModelFreeDrafter):
                 quality, tokens = drafter.find(text, limit)
                 if tokens:
-                    yield Offer(name, self.rates(f"{name} {quality}"), costs.row, tokens)
+                    rates = self.rates(f"{name} {quality}")
+                    yield Offer(name, rates, costs.of_round(name), costs.row, tokens)
             elif name in costs.steps:
-                yield Offer(name, self.rates(name), costs.row + costs.steps[name])
+                cost = costs.row + costs.steps[name]
+                yield Offer(name, self.rates(name), costs.of_round(name), cost)
 
     def _best_length(self, offer: Offer, limit: int) -> tuple[float, int]:
         """Return the largest expected speed-up of an offer and the length that has it, as far as
@@ -205,13 +240,16 @@ class Auto(Policy):
         """
         rate = offer.rates.mean()
         longest = limit if offer.tokens is None else min(limit, len(offer.tokens))
-        if longest * offer.cost > self.estimates.credit:
-            longest = int(self.estimates.credit / offer.cost)
+        credit = self.estimates.credit + 1 - offer.of_round
+        if longest * offer.cost > credit:
+            longest = int(credit / offer.cost)
         # Later tokens are accepted less often than the first: if that one does not pay, none does.
-        if not longest or rate <= offer.cost:
+        if longest < 1 or rate <= offer.cost:
             return 1.0, 0
         lengths = range(1, longest + 1)
-        speedup, best = max((expected_speedup(rate, k, offer.cost, 1.0), k) for k in lengths)
+        speedup, best = max(
+            (expected_speedup(rate, k, offer.cost, offer.of_round), k) for k in lengths
+        )
         ends_by_confidence = offer.tokens is None and self.reads_draft_confidence
         return speedup, longest if ends_by_confidence else best
 
@@ -233,8 +271,12 @@ class Auto(Policy):
         """
         taken = self.choice.taken
         drafted = len(round.drafted)
-        cost = taken.cost if taken else self.costs_at(round.position).row
-        self.estimates.settle(len(round.emitted), 1 + drafted * cost)
+        of_tokens = drafted * (taken.cost if taken else self.costs_at(round.position).row)
+        of_round = taken.of_round if taken else 1
+        self.estimates.settle(len(round.emitted), of_round + of_tokens)
+        if self.costs.timed and (taken or not drafted):
+            name = taken and taken.name
+            self.costs.observe(name, perf_counter() - self.began, of_tokens)
         for offer in self.choice.offers:
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))
@@ -251,8 +293,9 @@ class Auto(Policy):
 
     def rates(self, kind: str) -> Rates:
         """Return the rates of a kind of draft."""
-        prior = self.priors.get(kind, PRIOR_RATE)
-        return self.estimates.rates.setdefault(kind, Rates(prior))
+        if kind not in self.estimates.rates:
+            self.estimates.rates[kind] = Rates(self.priors.get(kind, PRIOR_RATE))
+        return self.estimates.rates[kind]
 
 
 def tenth(confidence: float) -> int:
@@ -289,4 +332,5 @@ def measured_costs(model: Model, cache: Any, plans: Mapping[str, LayerPlan]) -> 
             times[name].append(seconds(*step))
     plain = median(times["plain"])
     row = (median(times["rows"]) / plain - 1) / max(1, rows - 1)
-    return Costs({name: median(times[name]) / plain for name in plans}, max(0.0, row))
+    costs = {name: median(times[name]) / plain for name in plans}
+    return Costs(costs, max(0.0, row), timed=True)

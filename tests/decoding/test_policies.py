@@ -1,6 +1,7 @@
 """Draft-length policies follow their formulas, and auto the costs of its drafts."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,6 +122,27 @@ def test_auto_takes_the_best_length_where_confidence_says_nothing(rate: float, c
         policy = auto(cost, 0.0, priors={"model": rate}, by_confidence=by_confidence)
         policy.rates("model").PRIOR_WEIGHT = 1e9
         assert round_of(policy, 0) == speedups.index(max(speedups))
+
+
+def test_drafts_stop_where_their_rounds_take_longer_than_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the clock, and though most drafts are accepted; in time they are tried again."""
+    now = 0.0
+    monkeypatch.setattr("decoding.auto.perf_counter", lambda: now)
+    drafted = []
+    for of_round in (0.0, 0.8):
+        costs = Costs({"model": 0.3}, 0.05, timed=True, plain=deque([1.0]))
+        policy = Auto({"model": Always()}, lambda length, costs=costs: costs)
+        drafted.append(0)
+        for number in range(100):
+            policy.estimates.credit = math.inf
+            draft = policy.propose(text_of([1, 2]), 1, SamplingParams(), policy, None)
+            length = len(draft.tokens)
+            now += 1 + length * (of_round + 0.35)
+            policy.observe(a_round(length, length * (number % 4 > 0)))
+            drafted[-1] += length
+    assert drafted[0] == 100 and 1 < drafted[1] < 20
 
 
 def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> None:
