@@ -105,12 +105,13 @@ INLINE Ints add_halves(Ints sum) {
 #endif
 }
 
-/* Compute a sum before what follows. GCC would else delay additions until registers run out. */
+/* Compute a sum before what follows, where GCC would delay additions until its sixteen registers run
+ * out. With 32 registers this would only be an obstacle. */
 INLINE void compute_now(Ints *sum) {
-#if defined __aarch64__
-    (void)sum;
+#if defined __AVX2__ && !defined __AVX512F__
+    __asm__("" : "+x"(*sum));
 #else
-    __asm__("" : "+v"(*sum));
+    (void)sum;
 #endif
 }
 
