@@ -53,7 +53,7 @@ def write(session: Session) -> None:
         output.write(samples)
         if options.compare:
             print(comparison(session, samples[0]), file=sys.stderr)
-    finally:  # complete samples are printed, also after Ctrl-C or an error
+    finally:  # the JSON of all that was written, also after Ctrl-C or an error
         output.close()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -144,9 +143,9 @@ def accelerated(model: Decoder, options: Options) -> Decoder:
         if model.device.type == "cuda":
             torch.compiler.set_stance("force_eager")  # of sampling too
         return model
-    with suppress(ModuleNotFoundError):
+    try:
         from model.fast import accelerate
-
-        return accelerate(model)
-    say("steps are the readable blocks', several times slower: model/fast is not there")
-    return model
+    except ModuleNotFoundError:
+        say("steps are the readable blocks', several times slower: model/fast is not there")
+        return model
+    return accelerate(model)

@@ -164,7 +164,7 @@ def comparison(session: Session, sample: Sample) -> str:
         return f"[{texts}; too short to compare speeds: {tokens} tokens]"
     turns.sort(key=ratio_of)
     ratios = [*map(ratio_of, turns)]
-    drafted, plain = turns[len(turns) // 2]
+    drafted, plain = turns[(len(turns) - 1) // 2]
     spread = f"the median of {len(turns)} turns, {ratios[0]:.2f}-{ratios[-1]:.2f}"
     if ratios[-1] > UNSTEADY * ratios[0]:
         spread += "; the turns differ much: compare again on an idle machine"

@@ -39,7 +39,7 @@ def read_prompt(options: Options) -> str:
 
 
 def checked_text(prompt: Any) -> str:
-    """Return the prompt. Raises InputError for anything but a string of UTF-8 with a letter."""
+    """Return the prompt. Raises InputError for anything but a string of UTF-8 that is not blank."""
     if not isinstance(prompt, str) or not prompt.strip():
         raise InputError(
             "the prompt must be a string that is not empty, or a list of token ids or messages,"
@@ -132,8 +132,8 @@ def read_grammar(options: Options, name: str) -> str:
     return read_text(source) if name == "grammar" and "start:" not in source else source
 
 
-def read_json_option(options: Options, name: str) -> Any:
-    """Return the JSON of an option: itself, a dictionary's, or a file's. Raises InputError."""
+def read_json_option(options: Options, name: str) -> dict[str, Any]:
+    """Return the JSON object of an option: itself, or a file's. Raises InputError."""
     value = getattr(options, name)
     if value == "":
         raise InputError(f"{flag_of(name)} is empty: give a file, or a JSON object", name)
@@ -141,4 +141,7 @@ def read_json_option(options: Options, name: str) -> Any:
         value = read_text(value)
     errors = TypeError, ValueError, RecursionError
     with explaining(f"{flag_of(name)} is no JSON", errors, name):
-        return json.loads(json.dumps(value) if isinstance(value, dict) else value)
+        found = json.loads(json.dumps(value) if isinstance(value, dict) else value)
+    if not isinstance(found, dict):
+        raise InputError(f"{flag_of(name)} must hold a JSON object, found {found!r:.80}", name)
+    return found

@@ -33,8 +33,8 @@ def record(session: Session, options: Options, case: Case) -> list[Draft]:
     sample = begin(session, options, case)
     text = sample.source
     slot = session.slot_for(text.longest)
-    drafter = strategy_of(session, sample, slot, session.model).drafter
     slot.read(sample, session.model)
+    drafter = strategy_of(session, sample, slot, session.model).drafter
     confidences: list[list[float]] = []
     rounds = speculate(
         session.model,

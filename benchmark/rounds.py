@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from app.common.table import Row
+from app.plan_file import runnable
 from benchmark.shapes import shape_model
 from benchmark.timing import timed
 from decoding.drafters import ModelDrafter, NoDraft
@@ -75,7 +76,7 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
     full = LayerPlan.full(model.num_layers)
     plans = {"exit": LayerPlan.early_exit(model.num_layers, max(1, model.num_layers // 4))}
     if model.abilities.low_bits:
-        plans["low bits"] = full.in_bits(4, head=4)
+        plans["low bits"] = runnable(model, full.in_bits(4))
     plain = seconds_per_token(model, None, 0.0)
     share = bytes_read(model.config, full, dtype.itemsize) / plain / bandwidth(device)
     rows: list[Row] = [{"decoder": "plain", "tokens/s": 1 / plain, "of the bandwidth": share}]

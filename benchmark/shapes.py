@@ -17,7 +17,7 @@ from app.common.files import read_json
 from app.common.table import Row
 from app.loaded import accelerated
 from app.options import Options
-from app.plan_file import LONGEST_DRAFT
+from app.plan_file import LONGEST_DRAFT, runnable
 from benchmark.timing import spread, take_turns, timed
 from decoding.drafters import ModelDrafter
 from model.cache import KVCache
@@ -106,10 +106,10 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
     size = {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6}
     cache = model.new_cache(max(PROMPTS))
     early = LayerPlan.early_exit(model.num_layers, max(1, model.num_layers // 4))
-    low_bits = LayerPlan.full(model.num_layers).in_bits(4)
+    low_bits = runnable(model, LayerPlan.full(model.num_layers).in_bits(4))
     plans = {"exit": early}
     if model.abilities.low_bits and has_memory_for(model, [low_bits]):
-        plans |= {"low bits": low_bits, "exit in low bits": early.in_bits(4)}
+        plans |= {"low bits": low_bits, "exit in low bits": runnable(model, early.in_bits(4))}
     drafters = {name: ModelDrafter(model, cache, plan) for name, plan in plans.items()}
     rows = measure_steps(model, cache, drafters)
     verify = [row["plain rounds"] for row in rows[: len(ROWS)]]

@@ -49,8 +49,8 @@ class Costs:
     """
 
     LATEST = 15  # plain rounds, whose median ignores one that another program held up
-    LEARNED = 0.5  # of a round's difference to what was known, at most that of ``MOST`` beyond
-    MOST = 1.0
+    LEARNED = 0.5  # the share of the latest round in ``beyond``
+    MOST = 1.0  # the largest value that a round counts with
     FADE = 0.99  # what is left after a plain round, so that a drafter is tried again in time
 
     steps: Mapping[str, float]
@@ -197,7 +197,7 @@ class Auto(Policy):
         self.priors = PRIOR_RATES | dict(priors or {})
         # of the current round
         self.costs = Costs({}, 0.0)
-        self.began = 0.0
+        self.began: float | None = None  # where a draft was asked for
         self.choice = Choice()
 
     def propose(
@@ -241,6 +241,8 @@ class Auto(Policy):
         rate = offer.rates.mean()
         longest = limit if offer.tokens is None else min(limit, len(offer.tokens))
         credit = self.estimates.credit + 1 - offer.of_round
+        if credit <= 0:
+            return 1.0, 0
         if longest * offer.cost > credit:
             longest = int(credit / offer.cost)
         # Later tokens are accepted less often than the first: if that one does not pay, none does.
@@ -274,9 +276,10 @@ class Auto(Policy):
         of_tokens = drafted * (taken.cost if taken else self.costs_at(round.position).row)
         of_round = taken.of_round if taken else 1
         self.estimates.settle(len(round.emitted), of_round + of_tokens)
-        if self.costs.timed and (taken or not drafted):
+        if self.costs.timed and self.began is not None and (taken or not drafted):
             name = taken and taken.name
             self.costs.observe(name, perf_counter() - self.began, of_tokens)
+        self.began = None
         for offer in self.choice.offers:
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))

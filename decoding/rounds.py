@@ -42,7 +42,8 @@ class Round:
         """
         accepted = min(self.accepted, len(self.emitted))
         verdicts = ["accepted" if at < accepted else "discarded" for at in range(len(self.drafted))]
-        if self.accepted < len(self.drafted):
+        goes_on = len(self.emitted) > self.accepted or not (self.finish or self.retracted)
+        if goes_on and self.accepted < len(self.drafted):
             verdicts[self.accepted] = "rejected"
         own = [(token, "own") for token in self.emitted[accepted:]]
         return [*zip(self.drafted, verdicts, strict=True), *own]

@@ -95,7 +95,8 @@ class Together:
 
         Drafts come first, so that all verifications can share a step.
         """
-        prompts = [loop for loop, call in self.calls.items() if call.is_prompt]
+        # ``loops`` are in the order in which they began
+        prompts = [loop for loop in self.loops if self.calls[loop].is_prompt]
         others = [loop for loop, call in self.calls.items() if not call.is_prompt]
         if prompts:
             self._compute(prompts[:1])

@@ -32,9 +32,9 @@ class Continuation:
 
 
 def read_prompts(file: Path | None) -> list[str]:
-    """Return the prompts of a file, one per line; without a file the built-in ones."""
+    """Return the different prompts of a file, one per line; without a file the built-in ones."""
     lines = read_text(file).split("\n") if file else chain(*PROMPTS.values())
-    return [line for line in lines if line.strip()]
+    return [*dict.fromkeys(line for line in lines if line.strip())]
 
 
 def after_documents(session: Session, requests: Sequence[str], length: int) -> list[str]:
@@ -77,4 +77,5 @@ def split_texts(texts: Sequence[Continuation]) -> tuple[list[Continuation], list
             " --max-new-tokens"
         )
     held_out = list(texts[PARTS - 1 :: PARTS])
-    return [text for text in texts if text not in held_out], held_out
+    searched = [text for at, text in enumerate(texts, start=1) if at % PARTS]
+    return searched, held_out

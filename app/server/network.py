@@ -26,7 +26,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.common.command_line import say
-from app.options import KINDS, SHORT_TEXT
+from app.drafts import KINDS
+from app.options import SHORT_TEXT
 from app.server.answers import Answer
 from app.server.requests import ChatBody, CompletionBody, begin, complaint
 from app.server.worker import LOOK, Job, Worker

@@ -113,9 +113,10 @@ class Worker:
                 job.send(message)
         except Exception as error:
             job.send(error)
+        else:
+            self.pace = time.monotonic() - job.began
         finally:
             self.free.append(slot)
-            self.pace = time.monotonic() - job.began
             self._end(job)
 
     def _stop(self, job: Job) -> None:

@@ -89,7 +89,7 @@ class FollowedTorch(TorchFunctionMode):
 def multinomial(
     walk: Walk,
     function: Callable[..., Tensor],
-    probs: Tensor,
+    input: Tensor,  # torch's name of it
     num_samples: int,
     replacement: bool = False,
     **unused: Any,
@@ -97,6 +97,7 @@ def multinomial(
     """Replace ``torch.multinomial``: a fork per row and sample, over the tokens of positive
     probability.
     """
+    probs = input
     if not (probs.sum(-1) > 0).all():
         return function(probs, num_samples, replacement)  # raises torch's error
     drawn = []

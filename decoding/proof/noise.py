@@ -36,7 +36,7 @@ BECOMES = {
 LESS = ("lt", "le", "less", "less_equal")
 GREATER = ("gt", "ge", "greater", "greater_equal")
 ASKS = ("size", "dim", "numel", "len", "get", "is_floating_point", "ndimension", "stride")
-CONVERSIONS = ("item", "cpu", "to", "float", "double", "half", "bfloat16", "type", "type_as")
+CONVERSIONS = ("item", "cpu", "to", "float", "double", "half", "bfloat16")
 # functions that move elements and do not change them; "get" is that of x.T
 MOVES = (
     *("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select", "get"),
@@ -110,9 +110,12 @@ def follow(
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
+    dtypes = [each for each in (*given, *named.values()) if isinstance(each, torch.dtype)]
     match [name, *kinds]:  # the kind of another argument is None
-        # u.item(), u.float()
-        case [_, str(), *_] if name in CONVERSIONS:
+        # u.item(), u.float(); a whole number of u is another number
+        case [_, str(), *_] if name in CONVERSIONS and all(
+            dtype.is_floating_point for dtype in dtypes
+        ):
             return noise
         # u[0], u.view(-1), (u * q).T
         case [_, str(kind), *_] if name in MOVES and kind != "a race":

@@ -18,6 +18,7 @@ enum { LANES = 16 };
 /* A register holds WIDTH lanes. LOW and HIGH take the lower or the upper lanes of two registers, in
  * turns. A tile of products has up to TILE_INPUTS rows of inputs (products.h). */
 #if defined __AVX512F__ && defined __AVX512BW__
+#define WIDE 1
 #include <immintrin.h>
 enum { WIDTH = 16, TILE_INPUTS = 4 };
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
@@ -55,7 +56,7 @@ typedef int32_t FourInts REGISTER(16);
 INLINE Floats multiply_add(Floats a, Floats b, Floats sum) {
 #if defined __aarch64__
     return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
-#elif defined __AVX512F__
+#elif defined WIDE
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #else
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
@@ -78,7 +79,7 @@ INLINE Floats multiply_add_bf16(Floats sum, Ints a, Ints b) {
 INLINE Ints multiply_add_int8(Ints sum, Ints codes, Ints x) {
 #if defined __AVX512VNNI__
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
-#elif defined __AVX512F__
+#elif defined WIDE
     __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
     return (Ints)_mm512_add_epi16((__m512i)sum, pairs);
 #elif defined __AVXVNNI__
@@ -96,9 +97,9 @@ INLINE Ints multiply_add_int8(Ints sum, Ints codes, Ints x) {
 }
 
 INLINE Ints add_halves(Ints sum) {
-#if defined __AVX512F__ && !defined __AVX512VNNI__
+#if defined WIDE && !defined __AVX512VNNI__
     return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
-#elif defined __AVX2__ && !defined __AVX512F__ && !defined __AVXVNNI__
+#elif defined __AVX2__ && !defined WIDE && !defined __AVXVNNI__
     return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
 #else
     return sum;
@@ -108,7 +109,7 @@ INLINE Ints add_halves(Ints sum) {
 /* Compute a sum before what follows, where GCC would delay additions until its sixteen registers run
  * out. With 32 registers this would only be an obstacle. */
 INLINE void compute_now(Ints *sum) {
-#if defined __AVX2__ && !defined __AVX512F__
+#if defined __AVX2__ && !defined WIDE
     __asm__("" : "+x"(*sum));
 #else
     (void)sum;

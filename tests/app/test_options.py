@@ -1,6 +1,7 @@
 """Options: types, ranges, what goes together, and one line for what does not."""
 
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +155,14 @@ def test_numbers_and_schemas_of_any_size_are_taken_or_refused(
         assert len(session.write("Hello", **options).tokens) == 12
     except InputError as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("option", ["chat_template_kwargs", "json_schema"])
+def test_a_file_that_holds_no_object_is_refused(
+    session: Session, option: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "list.json"
+    file.write_text("[1]")
+    assert "must hold a JSON object, found [1]" in refusal(
+        session.write, "Hello", **{option: str(file)}
+    )

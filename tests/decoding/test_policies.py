@@ -145,6 +145,21 @@ def test_drafts_stop_where_their_rounds_take_longer_than_their_steps(
     assert drafted[0] == 100 and 1 < drafted[1] < 20
 
 
+def test_a_round_that_costs_more_than_the_credit_is_not_made_where_its_rows_are_free() -> None:
+    costs = Costs({}, 0.0, timed=True, beyond={"lookup": 0.75})
+    policy = Auto({"lookup": PromptLookup()}, lambda length: costs, Estimates(credit=0.04))
+    assert round_of(policy, 0, [1, 2, 3, 1, 2, 3]) == 0
+
+
+def test_a_round_whose_draft_was_not_asked_for_is_not_timed() -> None:
+    """As where several texts share steps."""
+    costs = Costs({"model": 0.3}, 0.05, timed=True)
+    policy = Auto({"model": Always()}, lambda length: costs, Estimates(credit=0.0))
+    round_of(policy, 0)
+    policy.observe(a_round(0, 0))
+    assert len(costs.plain) == 1
+
+
 def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> None:
     """Tokens of a confidence of .9 were accepted, and those of .3 rejected, twenty times."""
     lengths = []

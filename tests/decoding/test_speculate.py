@@ -182,6 +182,8 @@ def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, 
     rounds = loop.speculate(target, prefilled(model, PROMPT), text, drafter, *how)
     first = next(rounds)
     assert (first.drafted, first.accepted, first.emitted) == (plain[:4], 2, plain[:2])
+    ended = Round(5, [1, 2, 3, 4], 3, [1, 2], [], "eos")
+    assert [verdict for _, verdict in ended.verdicts()] == ["accepted"] * 2 + ["discarded"] * 2
     assert [verdict for _, verdict in first.verdicts()] == [
         *("accepted", "accepted", "rejected", "discarded")
     ]

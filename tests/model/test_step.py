@@ -313,6 +313,14 @@ def other_processors() -> Iterator[str]:
 
 
 @needs_cc
+@pytest.mark.skipif(not is_x86, reason="the compiler has another processor's instructions")
+def test_a_processor_with_a_part_of_avx_512_takes_the_instructions_that_it_has(
+    tmp_path: Path,
+) -> None:
+    compiled_program(BITS, tmp_path, "-march=x86-64-v3", "-mavx512f")
+
+
+@needs_cc
 def test_all_processors_give_the_same_bits(tmp_path: Path) -> None:
     """But those that multiply pairs of bfloat16 numbers: each has its own."""
     found = {printed(compiled_program(BITS, tmp_path, march)) for march in other_processors()}

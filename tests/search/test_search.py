@@ -402,6 +402,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
             ["--calibration", Path(__file__).with_name("__init__.py")],
             "a search needs at least 3 prompts",
         ),
+        (["--calibration", "alike.txt"], "a search needs at least 3 prompts"),
         (["--temperature", -1], "temperature must be at least 0"),
         (["--out", "text.json"], "text.journal is not a search's journal"),
         (["--out", "json.json"], "json.journal is not a search's journal"),
@@ -416,6 +417,7 @@ def test_bad_input_is_refused_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder.parent)
+    Path("alike.txt").write_text("Once upon a time\n" * 3)
     Path("text.journal").write_text("not a journal\nat all\n")
     Path("json.journal").write_text('{"op_code": 99}\n')
     assert status_of(command.main, arguments(folder, *options)) == 2

@@ -42,6 +42,7 @@ WRONG = speculative(P, Q, lambda p, q: p)
 DRAWS: dict[str, Callable[[], Any]] = {
     "multinomial": lambda: torch.multinomial(P, 1)[0],
     "a method": lambda: P.multinomial(1).item(),
+    "names": lambda: torch.multinomial(input=P, num_samples=1).item(),
     "Categorical": lambda: Categorical(P).sample(),
     "Categorical of logits": lambda: Categorical(logits=LOGITS).sample().item(),
     "race": lambda: torch.argmax(P / torch.empty_like(P).exponential_(1), dim=-1),
@@ -147,6 +148,8 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
         (lambda: uniform_by_name(0, 1) < 0.5, "random is used where"),
         (lambda: permutation_by_name(3)[0], "numpy.random is used where"),
         (lambda: torch.rand(1) * -1 > -0.3, "mul of u"),
+        (lambda: torch.rand(1).to(torch.int64) < 0.5, "to of u"),
+        (lambda: torch.rand(1).type(torch.long) < 0.5, "type of u"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng"),
         (lambda: torch.empty(2).uniform_(0, 2), "uniform_ cannot be enumerated but from 0 to 1"),
     ],
