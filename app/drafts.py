@@ -75,8 +75,9 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
 
 
 def with_policy(strategy: Strategy, options: Options) -> Strategy:
-    """Return the strategy with the policy that the options ask for, if they do, behind the
-    confidence gate if asked. A plain one stays plain, unless ``--gamma`` asks for drafts.
+    """Return the strategy with the policy of ``--gamma`` and ``--adaptive`` in place of its own,
+    and with the gate of ``--min-target-confidence`` around it. A plain strategy stays plain, unless
+    ``--gamma`` asks for drafts.
     """
     policy = strategy.policy
     if not (policy.gamma or options.gamma):

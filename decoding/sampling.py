@@ -55,7 +55,8 @@ class SamplingParams:
     @property
     def penalises(self) -> bool:
         """Whether any penalty is on: a distribution then depends on the tokens so far."""
-        return self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties != (1, 0, 0)
 
 
 def distribution(

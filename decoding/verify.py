@@ -1,7 +1,8 @@
 """Rules of verification: the ratio rule, the race and block verification. Under each of them the
 text has the target's distribution.
 
-Knows nothing of models and texts: a rule is a pure function of distributions and drawn tokens.
+Knows nothing of models and texts: a rule depends on distributions, drafted tokens and the
+randomness that it is given.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def verify_by_block(
     tokens are kept as under the ratio rule. With x the drafted tokens,
 
         reach[0] = 1,  reach[i] = min(1, reach[i-1] · p(x[i]) / q(x[i]))
-        R[i] = Σ max(0, reach[i] · p − q), over the rows after the first i drafted tokens
+        R[i] = Σ_y max(0, reach[i] · p(y) − q(y)), with p and q after i drafted tokens
         h[i] = R[i] / (R[i] + 1 − reach[i]),  but h[k] = reach[k] for the whole draft
 
     and the LARGEST i with u[i] < h[i] is accepted, not those before the first failure. The next

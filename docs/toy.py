@@ -66,6 +66,7 @@ class Enumerator:
         self.other_paths = []
 
     def choose(self, probabilities: list[float]) -> int:
+        """Return the outcome that the path has next, or the first possible one."""
         possible = [outcome for outcome, probability in enumerate(probabilities) if probability > 0]
         if self.depth == len(self.path):
             self.other_paths += [[*self.path, outcome] for outcome in possible[1:]]

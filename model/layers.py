@@ -61,8 +61,8 @@ def inverse_frequencies(
     linearly in between, as published with Llama 3.1. ``yarn`` does the same, but interpolates
     between pairs (arXiv 2309.00071, section 3.2).
     """
-    pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
-    frequencies = 1.0 / rope.theta ** (pairs / head_dim)
+    columns = torch.arange(0, head_dim, 2, dtype=dtype, device=device)  # the first of each pair
+    frequencies = 1.0 / rope.theta ** (columns / head_dim)
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
@@ -70,7 +70,7 @@ def inverse_frequencies(
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     elif rope.kind == "yarn":
         first, last = yarn_borders(rope, head_dim)
-        keep = (last - pairs / 2) / (last - first)
+        keep = (last - columns / 2) / (last - first)
     else:
         return frequencies
     keep = keep.clamp(0, 1)

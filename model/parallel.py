@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.errors import InputError
+from model.errors import InputError, one_line
 
 Cut = tuple[int, range] | None  # a dimension and a rank's indices along it; None: the whole tensor
 # Dimension of each weight that is divided, and the sizes of the config that give the number of
 # units along it and of indices per unit.
-CUTS = {
+DIVIDED = {
     "embed_tokens": (0, "vocab_size"),
     "q_proj": (0, "num_heads", "head_dim"),
     "k_proj": (0, "num_kv_heads", "head_dim"),
@@ -88,9 +88,9 @@ class Shard:
     def cut(self, name: str) -> Cut:
         """Return the cut of the parameter of this name."""
         product, kind = name.split(".")[-2:]
-        if product not in CUTS or (kind == "bias" and CUTS[product][0] == 1):
+        if product not in DIVIDED or (kind == "bias" and DIVIDED[product][0] == 1):
             return None
-        dimension, *sizes = CUTS[product]
+        dimension, *sizes = DIVIDED[product]
         return dimension, self.part(*(getattr(self.config, size) for size in sizes))
 
 
@@ -101,7 +101,7 @@ def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
     try:
         operation(value, *more)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise InputError(
             f"one of the processes that share the model has ended, so the others end too: {reason}"
         ) from None

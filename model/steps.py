@@ -27,7 +27,7 @@ class Steps:
     """Base of every model: what it offers beyond the calls of ``decoding.model_port``.
 
     The values here are those of the readable blocks; the classes of ``model.fast`` have others.
-    ``trouble`` is the reason why static steps fell back to the readable blocks, if they did.
+    ``trouble`` says why the fast steps were given up for the readable blocks; None while they run.
     """
 
     abilities = Abilities()

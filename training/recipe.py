@@ -43,9 +43,11 @@ def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float
 
     ``on`` (bool ``[L-1]``) selects the early exits of the step; the last layer's loss is always on.
     e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the
-    last; ẽ are these divided by their sum. An exit after a quarter of the layers gets a sixteenth
-    of the last one's weight, too little for a short run: a ``power`` below the paper's 1 flattens
-    the sums, s(l)^power · s(L-2)^(1-power).
+    last; ẽ are these divided by their sum.
+
+    A ``power`` below 1, which is not the paper's, flattens the sums to s(l)^power ·
+    s(L-2)^(1-power). Without it an exit after a quarter of the layers has a sixteenth of the last
+    one's weight, too little for a short run.
     """
     last = len(on)
     layer = np.arange(last)

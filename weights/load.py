@@ -177,8 +177,8 @@ def model_fingerprint(folder: Path) -> str:
     """Return a hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of each
     tensor: 16 hex digits.
 
-    It is fast at any size, and differs after any training step, also of one tensor. So a file made
-    for one model is not used with another.
+    It is fast at any size. In practice a training step changes some of these bytes of every tensor
+    that it trains. So a file made for one model is not used with another.
     """
     files = sorted(each for each in folder.iterdir() if each.suffix in (".json", ".safetensors"))
     stats = [each.stat() for each in files]

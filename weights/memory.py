@@ -20,6 +20,7 @@ from model.errors import InputError
 from model.families import build
 from model.layers import QUERIES, wide_dtype
 from model.plan import FULL, LayerPlan
+from model.quantise import GROUP
 
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 # of each logit, in the wide dtype, while it becomes a probability under every filter
@@ -100,8 +101,8 @@ def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int, positions: i
     """Return the bytes that a step under the plan reads: weights, and the keys and values of those
     ``positions`` that the plan sees. Numbers that are not in low bits take ``itemsize`` bytes.
     """
-    # In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
-    per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 8: 1.0, 0: 0}
+    # In 4 bits, the weights of a group share a scale and a zero point of 2 bytes each.
+    per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / GROUP, 8: 1.0, 0: 0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     entries = 2 * config.num_kv_heads * config.head_dim * min(positions, plan.window or positions)

@@ -23,7 +23,9 @@ STYLE = Path(__file__).with_name("pictures.mplstyle")
 
 
 def write_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw in this style, and write the file, in the format of its suffix. Raises OSError."""
+    """Draw in this style, and write the file, in the format of its suffix. Raises OSError or
+    InputError.
+    """
     form = path.suffix[1:]
     with rc_context(fname=STYLE), atomic_path(path) as temporary:
         draw().savefig(

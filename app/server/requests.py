@@ -41,12 +41,13 @@ NEUTRAL = {
     **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), (-1,)),
-    "min_tokens": [0],
-    "modalities": [["text"]],
-    "tool_choice": ["none", "auto"],
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "tool_choice": ("none", "auto"),
 }
-# Options that a request gives as the command line does: ``Options`` checks them. None of them names
-# a file, a folder or a class.
+# Options that a request gives as the command line does: ``Options`` checks them. None of them
+# names a file, a folder or a class. ``bits``, ``window`` and ``plan`` are the server's own, since
+# each may cost memory for more copies.
 OPTIONS = (
     *("temperature", "top_p", "min_p", "seed", "coupling"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),

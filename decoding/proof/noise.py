@@ -110,11 +110,12 @@ def follow(
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
-    dtypes = [each for each in (*given, *named.values()) if isinstance(each, torch.dtype)]
+    others = [each for each in (*given, *named.values()) if not isinstance(each, Noise)]
+    dtypes = [getattr(each, "dtype", each) for each in others]
     match [name, *kinds]:  # the kind of another argument is None
         # u.item(), u.float(); a whole number of u is another number
         case [_, str(), *_] if name in CONVERSIONS and all(
-            dtype.is_floating_point for dtype in dtypes
+            dtype.is_floating_point for dtype in dtypes if isinstance(dtype, torch.dtype)
         ):
             return noise
         # u[0], u.view(-1), (u * q).T

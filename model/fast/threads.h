@@ -10,10 +10,12 @@
 
 typedef void Task(void *argument, long piece);
 
-/* A thread without work looks for it AWAKE times, then yields its core between two looks; a helper
- * sleeps after PATIENCE looks. A caller that has looked STALLED times for the end of a helper's
- * pieces does ALONE steps by itself. */
-enum { AWAKE = 2000, STALLED = 2400, PATIENCE = 6000, ALONE = 8 };
+enum {
+    AWAKE = 2000,    /* looks for work before a thread yields its core between two looks */
+    STALLED = 2400,  /* looks after which the caller counts as held up by a helper */
+    PATIENCE = 6000, /* looks before a helper sleeps */
+    ALONE = 8,       /* steps that the caller then does by itself */
+};
 enum { SHARE = 1 << 13 }; /* cost of the pieces that are claimed at a time, at least */
 
 static struct {

@@ -149,6 +149,7 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
         (lambda: permutation_by_name(3)[0], "numpy.random is used where"),
         (lambda: torch.rand(1) * -1 > -0.3, "mul of u"),
         (lambda: torch.rand(1).to(torch.int64) < 0.5, "to of u"),
+        (lambda: torch.rand(1).to(torch.tensor([1])) < 0.5, "to of u"),
         (lambda: torch.rand(1).type(torch.long) < 0.5, "type of u"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng"),
         (lambda: torch.empty(2).uniform_(0, 2), "uniform_ cannot be enumerated but from 0 to 1"),
