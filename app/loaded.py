@@ -145,7 +145,7 @@ def accelerated(model: Decoder, options: Options) -> Decoder:
         return model
     try:
         from model.fast import accelerate
-    except ModuleNotFoundError:
-        say("steps are the readable blocks', several times slower: model/fast is not there")
+    except ModuleNotFoundError as error:
+        say(f"steps are the readable blocks', several times slower: {error}")
         return model
     return accelerate(model)

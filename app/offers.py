@@ -56,7 +56,7 @@ class Offers:
         session = self.session
         is_free = sample.options.draws_alike and session.model.abilities.why_rows_vary is None
         plans = self._plans(sample, is_free)
-        windows = short_sighted(plans) if sample.source.longest >= LONG else {}
+        windows = short_sighted(plans) if sample.source.longest > LONG else {}
         chosen = plans | windows
         drafters: dict[str, Drafter] = {
             name: plan_drafter(session, each.plan, slot, target) for name, each in chosen.items()

@@ -51,7 +51,7 @@ class Costs:
     LATEST = 15  # plain rounds, whose median ignores one that another program held up
     LEARNED = 0.5  # the share of the latest round in ``beyond``
     MOST = 1.0  # the largest value that a round counts with
-    FADE = 0.99  # what is left after a plain round, so that a drafter is tried again in time
+    FADE = 0.99  # what is left after a plain round, so that drafters are tried again
 
     steps: Mapping[str, float]
     row: float

@@ -205,7 +205,7 @@ class Weights:
     def add_sublayers(
         self, layer: ctypes.Structure, block: nn.Module, attention: int, mlp: int
     ) -> None:
-        """Set the linear layers of a block, in so many bits each, and the norms of its heads."""
+        """Set the linear layers of a block, each in its number of bits, and its heads' norms."""
         of = block.self_attn
         projections = of.q_proj, of.k_proj, of.v_proj
         layer.qkv = tuple(self.matrix(each, attention) for each in projections)

@@ -53,7 +53,7 @@ class StaticCache:
         self.steps: dict[LayerPlan, StaticStep] = {}
         self.text: Callable[[], TextCache | None] = lambda: None
 
-    def lend(self, capacity: int) -> "TextCache":
+    def for_text(self, capacity: int) -> "TextCache":
         """Return an empty cache of a text, which uses these tensors until it is gone."""
         for tensor in (*self.entries.keys, *self.entries.values):
             # a step also reads invalid entries, with a mask, and 0 times NaN would be NaN
@@ -281,7 +281,7 @@ class StaticDecoder(PreparedDecoder):
         if not free:
             free = [StaticCache(self.model)]
             self.caches += free
-        return free[0].lend(capacity)
+        return free[0].for_text(capacity)
 
     def __call__(
         self,

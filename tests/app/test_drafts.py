@@ -115,6 +115,9 @@ def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
         drafters = found(session, draft="auto").policy.drafters
         assert [*drafters] == [*names, *(f"{name}, newest" for name in names), "lookup"]
+    monkeypatch.setattr(offers, "LONG", session.begin(session.encode(PROMPT)).source.longest)
+    at_most = found(session, draft="auto").policy.drafters
+    assert [*at_most] == ["low bits", "plan", "lookup"], "costs of windows begin beyond LONG"
 
 
 @pytest.mark.parametrize(

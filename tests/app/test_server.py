@@ -470,7 +470,7 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
 def test_of_sixty_requests_at_once_two_retries_lose_none(
     pace: float, seconds: float, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where four are written and twelve wait. Each text takes so many ``seconds`` by the test's own
+    """Where four are written and twelve wait. Each text takes ``seconds`` by the test's own
     clock, and the one before them took ``pace``. OpenAI's client retries twice, when it is told to.
     """
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
