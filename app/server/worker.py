@@ -104,9 +104,11 @@ class Worker:
         answer = job.answer
         prompt = answer.sample.source.tokens
         # The cache that keeps the most entries less those that it loses: a conversation goes on
-        # where its own is, and one that merely begins alike leaves it alone.
+        # where its own is, and one that merely begins alike leaves it alone. Where each would lose
+        # more than it keeps, the one that has been free the longest.
         slot = max(
-            self.free, key=lambda slot: 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)
+            self.free,
+            key=lambda slot: max(0, 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)),
         )
         self.free.remove(slot)
         job.since = time.monotonic()
