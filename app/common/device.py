@@ -35,8 +35,6 @@ def pick_device(name: str | None) -> torch.device:
             torch.ones(1, device=device).sum().item()  # an allocation alone runs no kernel
             if device.index is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
-            if platform.system() != "Linux":
-                say(f"untested: {platform.system()} with device {device.type}")
             return device
     if torch.cuda.is_available() and str(name or "cuda").startswith("cuda"):
         raise InputError(
