@@ -67,30 +67,28 @@ def client(served: Served) -> openai.OpenAI:
 
 # ---- texts ----
 
-# Fields of a request, the same on the command line, and whether it is a chat and a stream.
-REQUESTS: list[tuple[dict[str, Any], str, bool, bool]] = [
-    ({}, "", True, True),
-    ({"max_tokens": 24}, "--max-new-tokens 24", True, False),
-    ({"draft": "lookup", "gamma": 3, **SEEDED}, "--draft lookup --gamma 3", True, False),
-    ({"draft": "none", "top_p": 0.9, **SEEDED}, "--draft none --top-p 0.9", False, True),
-    ({"exit_layer": 3, "adaptive": True, **SEEDED}, "--exit-layer 3 --adaptive", False, False),
-    ({"coupling": "ratio", "gamma": 2, **SEEDED}, "--coupling ratio --gamma 2", True, True),
-    ({"stop": ["e", "a"], "ban": "t", **SEEDED}, "--stop e --stop a --ban t", True, False),
+# Fields of a request, the same on the command line, and whether it is a chat.
+REQUESTS: list[tuple[dict[str, Any], str, bool]] = [
+    ({}, "", True),
+    ({"max_tokens": 24}, "--max-new-tokens 24", True),
+    ({"draft": "lookup", "gamma": 3, **SEEDED}, "--draft lookup --gamma 3", True),
+    ({"draft": "none", "top_p": 0.9, **SEEDED}, "--draft none --top-p 0.9", False),
+    ({"exit_layer": 3, "adaptive": True, **SEEDED}, "--exit-layer 3 --adaptive", False),
+    ({"coupling": "ratio", "gamma": 2, **SEEDED}, "--coupling ratio --gamma 2", True),
+    ({"stop": ["e", "a"], "ban": "t", **SEEDED}, "--stop e --stop a --ban t", True),
     (
         {"repetition_penalty": 1.3, "min_p": 0.01, "frequency_penalty": 0.4, **SEEDED},
         "--repetition-penalty 1.3 --min-p 0.01 --frequency-penalty 0.4",
         False,
-        True,
     ),
 ]
 
 
-@pytest.mark.parametrize(("asked", "options", "chat", "stream"), REQUESTS)
-def test_a_seeded_text_is_the_one_that_generate_writes(
+@pytest.mark.parametrize(("asked", "options", "chat"), REQUESTS)
+def test_a_streamed_text_is_the_one_that_generate_writes(
     asked: dict[str, Any],
     options: str,
     chat: bool,
-    stream: bool,
     client: openai.OpenAI,
     chat_model: Path,
     run: Run,
@@ -99,31 +97,18 @@ def test_a_seeded_text_is_the_one_that_generate_writes(
     seeded = "--temperature 0.9 --seed 3 --max-new-tokens 24" if "seed" in asked else ""
     given = [*OF_TEXTS, *(OF_CHATS if chat else ["--no-chat"]), *seeded.split(), *options.split()]
     wanted = run(PROMPT, "--model", chat_model, "--json", *given).result
-    text, finish, usage = asked_of(client, chat, stream, asked)
-    assert text == wanted["text"] and wanted["text"]
-    assert finish == {"eos": "stop"}.get(wanted["finish_reason"], wanted["finish_reason"])
-    counts = wanted["prompt_tokens"], len(wanted["tokens"])
-    assert (usage.prompt_tokens, usage.completion_tokens) == counts
-
-
-def asked_of(
-    client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, Any]
-) -> tuple[str, str, Any]:
-    """Text, finish reason and usage, by the real client."""
     prompt = {"messages": [said(PROMPT)]} if chat else {"prompt": PROMPT}
     create = client.chat.completions.create if chat else client.completions.create
-    if not stream:
-        answer = create(model="tiny", extra_body=asked, **prompt)
-        (choice,) = answer.choices
-        return (choice.message.content if chat else choice.text), choice.finish_reason, answer.usage
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = create(model="tiny", extra_body=asked, **usage, **prompt)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = create(model="tiny", extra_body=asked, **stream, **prompt)
     choices = [chunk.choices[0] for chunk in chunks]
-    assert last.id.startswith("chatcmpl-" if chat else "cmpl-")
-    assert last.choices == [] and all(choice.finish_reason is None for choice in choices[:-1])
-    assert last.usage.model_extra["speculation"]["tokens_per_round"] >= 1
-    pieces = [(choice.delta.content if chat else choice.text) or "" for choice in choices]
-    return "".join(pieces), choices[-1].finish_reason, last.usage
+    finish = "length" if wanted["finish_reason"] == "length" else "stop"
+    text = "".join((choice.delta.content if chat else choice.text) or "" for choice in choices)
+    assert text == wanted["text"] and wanted["text"]
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [finish]
+    assert last.choices == [] and last.id.startswith("chatcmpl-" if chat else "cmpl-")
+    assert last.usage.prompt_tokens == wanted["prompt_tokens"]
+    assert last.usage.model_extra["speculation"]["rounds"] == wanted["rounds"]
 
 
 def test_the_model_is_listed_by_its_folders_name(served: Served, client: openai.OpenAI) -> None:
@@ -210,16 +195,19 @@ def test_log_probabilities_are_the_targets_own_with_any_draft(
     assert plain["text"][whole["text_offset"][-1] :] == whole["tokens"][-1]
 
 
-def test_log_probabilities_have_the_forms_of_openais_client(client: openai.OpenAI) -> None:
-    asked = {"model": "tiny", "max_tokens": 9, "extra_body": {"ban": "q"}}
-    for top in ({"top_logprobs": 3}, {}):
-        chat = client.chat.completions.create(
-            messages=[said(PROMPT)], logprobs=True, **top, **asked
-        ).choices[0]
-        tokens = chat.logprobs.content
-        text = bytes(byte for token in tokens for byte in token.bytes)
-        assert text.decode(errors="replace") == chat.message.content
-        assert [len(token.top_logprobs) for token in tokens] == [top.get("top_logprobs", 0)] * 9
+@pytest.mark.parametrize("top", [{"top_logprobs": 3}, {}], ids=str)
+def test_a_whole_chat_has_the_form_of_openais_client(
+    top: dict[str, int], client: openai.OpenAI
+) -> None:
+    """With log probabilities of its tokens, and of the likeliest ones where they are asked for."""
+    asked = {"messages": [said(PROMPT)], "max_tokens": 9, "extra_body": {"ban": "q"}}
+    answer = client.chat.completions.create(model="tiny", logprobs=True, **top, **asked)
+    (choice,) = answer.choices
+    tokens = choice.logprobs.content
+    text = bytes(byte for token in tokens for byte in token.bytes)
+    assert text.decode(errors="replace") == choice.message.content
+    assert [len(token.top_logprobs) for token in tokens] == [top.get("top_logprobs", 0)] * 9
+    assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 9)
 
 
 def test_a_conversation_goes_on_where_its_cache_is(
