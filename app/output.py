@@ -33,9 +33,8 @@ class Output:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.options = session.options
-        self.labels = session.labels if self.options.trace else None
-        self.file = sys.stderr if self.options.json else sys.stdout
+        self.labels = session.labels if session.options.trace else None
+        self.file = sys.stderr if session.options.json else sys.stdout
         self.shown: list[Sample] = []
 
     def write(self, samples: list[Sample]) -> None:
@@ -67,7 +66,7 @@ class Output:
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
         say("; ".join(filter(None, (statistics_line(sample), sample.options.repeat_with))))
-        wanted = self.options.max_new_tokens
+        wanted = self.session.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
             say(
                 f"the context of {self.session.context} tokens is full, so the text has"
@@ -77,7 +76,7 @@ class Output:
 
     def close(self) -> None:
         """Print the JSON of the samples so far."""
-        if self.options.json:
+        if self.session.options.json:
             for sample in self.shown:
                 shown = {"text": sample.text, "tokens": sample.tokens, **as_json(sample)}
                 print(json.dumps(shown, ensure_ascii=False))

@@ -125,8 +125,8 @@ def live_page(session: Session, request: Request) -> Response:
         "max_tokens": min(options.max_new_tokens, SHORT_TEXT),
     }
     page = PAGE.read_text(encoding="utf-8").replace("{{nonce}}", secrets.token_hex(16))
-    data = json.dumps(facts).replace("<", "\\u003c")  # so that no name ends the script
-    return HTMLResponse(page.replace("{{facts}}", data))
+    # without "<", so that no name ends the script
+    return HTMLResponse(page.replace("{{facts}}", json.dumps(facts).replace("<", "\\u003c")))
 
 
 def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:

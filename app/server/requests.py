@@ -239,7 +239,9 @@ def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
         return re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), told), error.field
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
-    is_unknown = first["type"] == "extra_forbidden"
-    why = "it is not supported, or another field says the same: leave it out"
-    told = why if is_unknown else first["msg"]
+    told = (
+        "it is not supported, or another field says the same: leave it out"
+        if first["type"] == "extra_forbidden"
+        else first["msg"]
+    )
     return f"{one_line(field)[:80] if field else 'the body'}: {told}", field
