@@ -389,17 +389,14 @@ def test_no_page_of_another_site_may_use_the_server(
     assert status == 200 or "start it with --allow-host NAME" in answer["error"]["message"]
 
 
-def test_a_text_without_a_limit_goes_on_to_the_context_or_until_the_server_stops(
-    chat_model: Path,
-) -> None:
+def test_a_text_without_a_limit_goes_on_to_the_context(chat_model: Path) -> None:
     """Here at an IPv6 address, with a context of its own."""
     given = "--model", str(chat_model), "--serve", "[::1]:0", "--context", "4000"
     with serving(*given) as running:
         assert running.address.startswith("http://[::1]:")
-        left = running.begin(TEXT, {**ENDLESS, "stream": True, "max_tokens": -1})
-        until(lambda: running.worker.jobs)
-        assert running.worker.jobs[0].answer.sample.source.longest == 4000
-    assert "the server is stopping" in left.getresponse().read().decode()
+        with closing(running.begin(TEXT, {**ENDLESS, "max_tokens": -1})):
+            until(lambda: running.worker.jobs)
+            assert running.worker.jobs[0].answer.sample.source.longest == 4000
 
 
 # ---- the queue ----
@@ -503,11 +500,8 @@ def test_a_client_that_leaves_before_its_stream_begins_ends_its_text(
     assert samples[0].finish == "interrupted"
 
 
-def test_what_fails_in_writing_is_logged_and_the_next_text_is_written(
-    served: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+def test_what_fails_in_writing_is_printed_and_the_next_text_is_written(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The client is told nothing of the failure."""
     monkeypatch.setattr(served.worker.session, "rounds", None)
@@ -518,8 +512,6 @@ def test_what_fails_in_writing_is_logged_and_the_next_text_is_written(
     assert answer["error"]["message"] == trouble.replace("a request", "the request")
     assert capsys.readouterr().err.startswith(f"[{trouble}: TypeError: 'NoneType' object")
     assert served.text(prompt=PROMPT)
-    logged = [line.rpartition(" - ")[2] for line in caplog.messages]
-    assert logged == [f'"POST {TEXT} HTTP/1.1" {status}' for status in (500, 200)]
 
 
 COMPANY: list[dict[str, Any]] = [
