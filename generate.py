@@ -1,7 +1,7 @@
 """Write text with a language model, speculatively: ``python generate.py "PROMPT"``."""
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.common.start import start
+    from app.common.command_line import start
 
     start()
 

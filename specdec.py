@@ -20,7 +20,7 @@ def __getattr__(name: str) -> object:
 
 def main() -> int:
     """Run the command line of ``generate.py``; returns its exit status."""
-    from app.common.start import start
+    from app.common.command_line import start
 
     start()
     from generate import main

@@ -6,7 +6,7 @@ the same weights. Knows nothing of the files of a run, which ``training/run.py``
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.common.start import start
+    from app.common.command_line import start
 
     start()
 

@@ -33,9 +33,8 @@ class Output:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.options = session.options
-        self.labels = session.labels if self.options.trace else None
-        self.file = sys.stderr if self.options.json else sys.stdout
+        self.labels = session.labels if session.options.trace else None
+        self.file = sys.stderr if session.options.json else sys.stdout
         self.shown: list[Sample] = []
 
     def write(self, samples: list[Sample]) -> None:
@@ -67,7 +66,7 @@ class Output:
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
         say("; ".join(filter(None, (statistics_line(sample), sample.options.repeat_with))))
-        wanted = self.options.max_new_tokens
+        wanted = self.session.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
             say(
                 f"the context of {self.session.context} tokens is full, so the text has"
@@ -77,10 +76,10 @@ class Output:
 
     def close(self) -> None:
         """Print the JSON of the samples so far."""
-        if self.options.json:
+        if self.session.options.json:
             for sample in self.shown:
-                text = {"text": sample.text, "tokens": sample.tokens}
-                print(json.dumps(text | as_json(sample), ensure_ascii=False))
+                shown = {"text": sample.text, "tokens": sample.tokens, **as_json(sample)}
+                print(json.dumps(shown, ensure_ascii=False))
 
 
 @contextmanager
@@ -104,17 +103,20 @@ def view(
 def statistics_line(sample: Sample) -> str:
     """Return the statistics of a sample in one line."""
     statistics = sample.statistics
-    line = f"{statistics.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s"
-    line += f"; {sample.draft}"
+    draft = sample.draft
     if statistics.drafted:
-        line += (
+        draft += (
             f": {statistics.acceptance_rate:.0%} of {statistics.drafted} drafted tokens accepted"
         )
     elif not sample.is_plain:
-        line += ": nothing drafted"
-    line += f", {statistics.tokens_per_round:.2f} tokens a round; prompt read in"
-    line += f" {sample.prompt_seconds:.2f} s, first token after {sample.first_token_seconds:.2f} s"
-    return f"{line}; {sample.trouble}" if sample.trouble else line
+        draft += ": nothing drafted"
+    trouble = f"; {sample.trouble}" if sample.trouble else ""
+    return (
+        f"{statistics.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s;"
+        f" {draft}, {statistics.tokens_per_round:.2f} tokens a round; prompt read in"
+        f" {sample.prompt_seconds:.2f} s, first token after {sample.first_token_seconds:.2f} s"
+        f"{trouble}"
+    )
 
 
 def as_json(sample: Sample) -> dict[str, Any]:
@@ -155,11 +157,15 @@ def comparison(session: Session, sample: Sample) -> str:
     while len(turns) < TURNS or (len(turns) < most and shortest(turns) < SHORT):
         begun = [session.begin(prompt, way, sample.rule.sample) for way in ways]
         turns.append([session.finish(each) for each in begun])
+    texts = "same text"
+    plainly = turns[0][1].tokens
     if not sample.options.draws_alike:
         texts = "another text of the same law, if the drafter states its q truly"
-    else:
-        why_rows_vary = session.model.abilities.why_rows_vary
-        texts = difference(sample.tokens, turns[0][1].tokens, why_rows_vary)
+    elif sample.tokens != plainly:
+        why = (
+            session.model.abilities.why_rows_vary or "a defect: here steps do not depend on length"
+        )
+        texts = f"the texts differ from token {common_prefix(sample.tokens, plainly)} on ({why})"
     if tokens < FEW_TOKENS:
         return f"[{texts}; too short to compare speeds: {tokens} tokens]"
     turns.sort(key=ratio_of)
@@ -182,11 +188,3 @@ def ratio_of(turn: Sequence[Sample]) -> float:
 def shortest(turns: list[list[Sample]]) -> float:
     """Return the seconds of all turns, of the way that takes less."""
     return min(sum(sample.seconds for sample in way) for way in zip(*turns, strict=True))
-
-
-def difference(drafted: list[int], plain: list[int], why_rows_vary: str | None) -> str:
-    """Return whether two texts that should be equal are so, else the first token that differs."""
-    if drafted == plain:
-        return "same text"
-    why = why_rows_vary or "a defect: here steps do not depend on length"
-    return f"the texts differ from token {common_prefix(drafted, plain)} on ({why})"

@@ -104,9 +104,8 @@ def run(options: Options, write: Callable[[Session], None]) -> None:
     with sharing_errors():
         if rank == 0:
             options = replace(options.seeded(), prompt=read_prompt(options), prompt_file=None)
-    options = replace(gathered(options)[0], no_compile=True)
-    if on_gpus:
-        options = replace(options, device=f"cuda:{local_rank}")
+    device = f"cuda:{local_rank}" if on_gpus else options.device
+    options = replace(gathered(options)[0], no_compile=True, device=device)
     with sharing_errors():
         session = SharedSession(options, rank, size)
     checkpoints = gathered(model_fingerprint(session.folder))

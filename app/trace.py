@@ -47,12 +47,10 @@ class LiveTrace:
         # of the tokens that are kept
         self.decoder = new_decoder()
         self.line = Text()  # the last line of the text
-        self.legend = Text(" ").join(
-            self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items()
-        )
 
     def __enter__(self) -> LiveTrace:
-        self.console.print(self.legend, soft_wrap=not self.redraws)
+        legend = [self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items()]
+        self.console.print(*legend, soft_wrap=not self.redraws)
         if self.redraws:
             self.live.start()
         return self

@@ -6,7 +6,7 @@ has found so far. What tells most comes first.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.common.start import start
+    from app.common.command_line import start
 
     start()
 

@@ -1,7 +1,5 @@
 """A server in a thread of the test's own process, and plain HTTP to talk to it with."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading
@@ -10,14 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.options import parse
+from app.server.network import Server
+from app.server.worker import Worker
 from app.session import Session
 from tests.folders import LLAMA, write_folder
-
-if TYPE_CHECKING:
-    from app.server.worker import Worker
 
 CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor"
@@ -69,8 +66,6 @@ class Served:
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
-    from app.server.network import Server
-
     server = Server(Session(parse(["--serve", "0", *arguments])))
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()

@@ -7,7 +7,7 @@ a head, so llama.cpp interleaves the halves.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.common.start import start
+    from app.common.command_line import start
 
     start()
 

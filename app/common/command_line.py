@@ -1,4 +1,7 @@
-"""Command lines: error lines, exit status, standard streams."""
+"""Command lines: the process that runs one, its standard streams, error lines and exit status.
+
+Imports nothing large: ``start`` comes before what takes long to import.
+"""
 
 import os
 import signal
@@ -10,6 +13,32 @@ from model.errors import InputError, one_line
 
 # in torch's message, by device: a GPU, the host
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+
+
+def start() -> None:
+    """Set Ctrl-C, standard streams and idle threads, before large libraries are imported. Ends the
+    process in a deleted folder.
+
+    Ctrl-C ends the process at once until ``run_command`` begins: loading torch takes seconds, in
+    which it would otherwise end in a traceback. Characters that the terminal cannot show are
+    printed as "?".
+    """
+    # the shell may have switched it off
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # None: closed, which ``run_command`` reports
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")
+    try:
+        os.getcwd()
+    except OSError:  # torch could not load its libraries
+        print("error: the working directory was deleted: change to another", file=sys.stderr)
+        sys.exit(2)
+    if os.environ.get("COLUMNS") == "0":  # of a terminal without a size: rich would print nothing
+        del os.environ["COLUMNS"]
+    # Number of times that an idle OpenMP thread of torch looks for work before it sleeps. While it
+    # looks, it keeps a core from other programs and from the threads of a compiled step.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def say(line: str) -> None:
@@ -29,8 +58,6 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    status = 2
-    complaint = ""
     try:
         if None in (sys.stdin, sys.stdout, sys.stderr):
             raise InputError("standard input, output or error is closed: give /dev/null instead")
@@ -41,36 +68,35 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     except InputError as error:
         # a cause is an error in the user's own code
         trace = traceback.format_exception(error.__cause__) if error.__cause__ else []
-        complaint = f"{''.join(trace)}error: {error}"
+        return ended(2, f"{''.join(trace)}error: {error}")
     except KeyboardInterrupt:
-        status = 130
-        complaint = interrupted
-    except BrokenPipeError:
-        status = 0
-    except SystemExit as error:
-        if error.code != 1:
+        return ended(130, interrupted)
+    except (BrokenPipeError, SystemExit) as error:
+        # rich ends the process with status 1 when the output is a closed pipe
+        if isinstance(error, SystemExit) and error.code != 1:
             raise
-        status = 0  # rich's status when the output is a closed pipe
+        return ended(0)
     except OSError as error:
         # of a stream or a socket there is no name
         name = "a file or a stream" if error.filename is None else error.filename
         # an InputError shows line breaks of a file's name as spaces
         failure = InputError(f"{name} cannot be read or written: {error.strerror or error}")
-        complaint = f"error: {failure}"
+        return ended(2, f"error: {failure}")
     except (RuntimeError, MemoryError) as error:
         reason = one_line(error)
         if isinstance(error, RuntimeError) and not any(each in reason for each in OUT_OF_MEMORY):
             raise
-        complaint = f"error: out of memory: ask for less, or free some first ({reason})"
-    end_streams(complaint)
-    return status
+        return ended(2, f"error: out of memory: ask for less, or free some first ({reason})")
 
 
-def end_streams(complaint: str) -> None:
-    """Flush standard output, and print the complaint, if any. A closed pipe is not reported."""
+def ended(status: int, complaint: str = "") -> int:
+    """Return the status, after standard output is flushed and the complaint, if any, is printed. A
+    closed pipe is not reported.
+    """
     for stream, text in ((sys.stdout, ""), (sys.stderr, complaint and f"{complaint}\n")):
         try:
             if stream:
                 print(text, end="", file=stream, flush=True)
         except OSError:  # drop the buffer, which the interpreter would otherwise report at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return status

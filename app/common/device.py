@@ -1,4 +1,4 @@
-"""Devices: choice by name, the name of the CPU, and settings of the CPU's memory allocator."""
+"""Devices: choice by name, the machine in words, and settings of the CPU's memory allocator."""
 
 import ctypes
 import os
@@ -35,8 +35,6 @@ def pick_device(name: str | None) -> torch.device:
             torch.ones(1, device=device).sum().item()  # an allocation alone runs no kernel
             if device.index is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
-            if platform.system() != "Linux":
-                say(f"untested: {platform.system()} with device {device.type}")
             return device
     if torch.cuda.is_available() and str(name or "cuda").startswith("cuda"):
         raise InputError(
@@ -48,20 +46,16 @@ def pick_device(name: str | None) -> torch.device:
     raise InputError(f"device {name!r} is not there: give cpu, or cuda on a machine with a GPU")
 
 
-def processor() -> str:
-    """Return the name of the CPU."""
-    with suppress(OSError):
-        if named := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
-            return named[1]
-    return platform.processor() or platform.machine()
-
-
 def machine(device: torch.device) -> str:
-    """Return the name of the machine, as speed depends on it: processor or GPU, threads, torch."""
+    """Return the machine in words, as speed depends on it: CPU with threads or GPU, and torch."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError):
+        if named := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            processor = named[1]
     return (
-        f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads,"
+        f"{processor}, {os.cpu_count()} cores, {torch.get_num_threads()} threads,"
         f" torch {torch.__version__}"
     )
 

@@ -32,8 +32,13 @@ def read_json(path: Path) -> Any:
     """Return the parsed JSON of a file. Raises InputError with the path when it cannot be read or
     parsed.
     """
-    with explaining(f"{path} is not valid JSON", (ValueError, RecursionError)):
-        return json.loads(read_text(path))
+    return parsed(read_text(path), path)
+
+
+def parsed(text: str, place: object) -> Any:
+    """Return the value of JSON text. Raises InputError with its place."""
+    with explaining(f"{place} is not valid JSON", (ValueError, RecursionError)):
+        return json.loads(text)
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -42,9 +47,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         location = f"{path}, line {number}"
         if line.strip():
-            with explaining(f"{location} is not valid JSON", (ValueError, RecursionError)):
-                value = json.loads(line)
-            yield location, value
+            yield location, parsed(line, location)
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:

@@ -1,16 +1,12 @@
 """Tables of rows, for the terminal."""
 
-from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
 
 Row = dict[str, Any]  # values by column name
 
-FORMATS = {
-    "tokens/s": "{:.1f}",
-    "accepted": "{:.0%}",
-}
+FORMATS = {"tokens/s": "{:.1f}", "accepted": "{:.0%}"}  # by column
 
 
 def table(rows: list[Row], title: str | None = None) -> Table:
@@ -22,14 +18,14 @@ def table(rows: list[Row], title: str | None = None) -> Table:
     for key in keys:
         shown.add_column(key, justify="left" if isinstance(rows[0].get(key), str) else "right")
     for row in rows:
-        shown.add_row(*(cell(row.get(key), FORMATS.get(key, "{:.2f}").format) for key in keys))
+        shown.add_row(*(cell(row.get(key), FORMATS.get(key, "{:.2f}")) for key in keys))
     return shown
 
 
-def cell(value: Any, form: Callable[[float], str]) -> str:
-    """Return the printed form of a value; of a spread the median with its range."""
+def cell(value: Any, form: str) -> str:
+    """Return a value in the ``form`` of its column; of a spread the median with its range."""
     if isinstance(value, dict):
-        return f"{form(value['median'])} ({form(value['lowest'])}-{form(value['highest'])})"
+        return f"{form} ({form}-{form})".format(value["median"], value["lowest"], value["highest"])
     if isinstance(value, float):
-        return form(value)
+        return form.format(value)
     return "" if value is None else str(value)

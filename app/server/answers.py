@@ -38,9 +38,11 @@ class Answer:
             "model": session.name,
         }
         self.stream = TextStream(sample.source)
-        self.logprobs = None
-        if body.likeliest is not None:
-            self.logprobs = Logprobs(sample.source, session.labels, body.likeliest)
+        self.logprobs = (
+            None
+            if body.likeliest is None
+            else Logprobs(sample.source, session.labels, body.likeliest)
+        )
 
     def messages(self, rounds: Iterable[Round]) -> Iterator[dict[str, Any]]:
         """Yield the messages while the ``rounds`` write the text."""
@@ -75,13 +77,12 @@ class Answer:
 
     def _trace(self, round: Round) -> dict[str, Any]:
         """Return a round as the live page shows it, with the statistics so far."""
-        tokens = [
-            {"id": token, "text": self.labels(token), "verdict": verdict}
-            for token, verdict in round.verdicts()
-        ]
         return {
             **as_json(self.sample),
-            "tokens": tokens,
+            "tokens": [
+                {"id": token, "text": self.labels(token), "verdict": verdict}
+                for token, verdict in round.verdicts()
+            ],
             "retracted": len(round.retracted),
             "draft": self.sample.draft,
         }

@@ -53,18 +53,16 @@ def refusal(request: Request | None, error: Exception) -> JSONResponse:
 
     A failure of the server, or of a user's code, is printed; the client is told no details.
     """
-    status = getattr(error, "status_code", 400)
-    message = str(getattr(error, "detail", error))
     param = None
     if isinstance(error, InputError | ValidationError) and not error.__cause__:
         message, param = complaint(error)
+        error = HTTPException(400, message)
     elif not isinstance(error, HTTPException):
         say(f"a request could not be answered: {typed_line(error)}")
-        status = 500
-        message = "the request could not be answered"
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    told = {"message": message, "type": kind, "param": param, "code": None}
-    return JSONResponse({"error": told}, status, getattr(error, "headers", None))
+        error = HTTPException(500, "the request could not be answered")
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    told = {"message": error.detail, "type": kind, "param": param, "code": None}
+    return JSONResponse({"error": told}, error.status_code, error.headers)
 
 
 async def respond(
@@ -83,7 +81,8 @@ async def respond(
     job = Job(Answer(body, sample, worker.session))
     worker.enqueue(job)
     while job.messages.empty():
-        job.is_abandoned = await request.is_disconnected()
+        if await request.is_disconnected():
+            raise ClientDisconnect
         await asyncio.sleep(LOOK)
     message = job.messages.get_nowait()
     if isinstance(message, Exception):
@@ -98,14 +97,11 @@ async def respond(
 
 async def events(job: Job, message: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: this ``message`` of a job, then those that follow."""
-    try:
-        while message is not None:
-            is_error = isinstance(message, Exception)
-            yield refusal(None, message).body.decode() if is_error else json.dumps(message)
-            message = await job.messages.get()
-        yield "[DONE]"
-    finally:
-        job.is_abandoned = True
+    while message is not None:
+        is_error = isinstance(message, Exception)
+        yield refusal(None, message).body.decode() if is_error else json.dumps(message)
+        message = await job.messages.get()
+    yield "[DONE]"
 
 
 def model_named(session: Session, name: str) -> dict[str, Any]:
@@ -118,17 +114,19 @@ def model_named(session: Session, name: str) -> dict[str, Any]:
 def live_page(session: Session, request: Request) -> Response:
     """Return the live page, with the facts of its model as a JSON value in its script."""
     options = session.options
+    # These need a file, which a request cannot name.
+    has_file = {"model": False, "skip": (session.folder / "plan.json").exists()}
     facts = {
         "model": session.name,
         "chats": session.tokenizer.chat_template is not None and options.chat is not False,
-        "drafts": [kind for kind in KINDS if kind != "model" or options.draft == "model"],
+        "drafts": [kind for kind in KINDS if has_file.get(kind, True) or kind == options.draft],
         "draft": options.draft,
         "temperature": options.temperature,
         "max_tokens": min(options.max_new_tokens, SHORT_TEXT),
     }
     page = PAGE.read_text(encoding="utf-8").replace("{{nonce}}", secrets.token_hex(16))
-    data = json.dumps(facts).replace("<", "\\u003c")  # so that no name ends the script
-    return HTMLResponse(page.replace("{{facts}}", data))
+    # without "<", so that no name ends the script
+    return HTMLResponse(page.replace("{{facts}}", json.dumps(facts).replace("<", "\\u003c")))
 
 
 def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
@@ -161,7 +159,6 @@ def make_app(worker: Worker) -> Starlette:
     """Return the routes."""
     session = worker.session
     model = model_named(session, session.name)
-    errors = (InputError, ValidationError, HTTPException, Exception)
     return Starlette(
         routes=[
             Route("/", partial(live_page, session)),
@@ -176,7 +173,10 @@ def make_app(worker: Worker) -> Starlette:
             Route("/v1/completions", partial(respond, worker, CompletionBody), methods=["POST"]),
         ],
         exception_handlers={
-            **dict.fromkeys(errors, refusal),
+            InputError: refusal,
+            ValidationError: refusal,
+            HTTPException: refusal,
+            Exception: refusal,
             ClientDisconnect: lambda request, error: Response(status_code=400),
         },
     )

@@ -43,6 +43,7 @@ NEUTRAL = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), (-1,)),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
 }
 # Options that a request gives as the command line does: ``Options`` checks them. None of them
@@ -134,16 +135,18 @@ class StructuredOutputs(BaseModel):
         return {"regex": "|".join(map(re.escape, self.choice))} if self.choice else given
 
 
-def structured(response_format: Any) -> Any:
-    """Return OpenAI's ``response_format`` as vLLM's ``structured_outputs``. Raises ValueError."""
-    match response_format:
-        case {"type": "text"}:
-            return None
+def structured(form: Any) -> Any:
+    """Return OpenAI's ``response_format`` as vLLM's ``structured_outputs``, and these as they are.
+    Raises ValueError.
+    """
+    match form:
         case {"type": "json_object"}:
             return {"json": {"type": "object"}}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json": schema}
-    raise ValueError("give the type text, json_object, or json_schema with a schema")
+        case {"type": _}:
+            raise ValueError("give the type text, json_object, or json_schema with a schema")
+    return form
 
 
 def only_prompt(prompt: Any) -> str | list[int]:
@@ -172,8 +175,9 @@ class TextBody(create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIO
     ban: Strings = None
     draft: Literal[tuple(KINDS)] | None = None
     gamma: Annotated[int, Field(ge=0, le=32)] | None = None
-    response_format: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = Field(
+        None, validation_alias=AliasChoices("structured_outputs", "response_format")
+    )
     model: str | None = None
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = Field(default_factory=dict)
@@ -182,9 +186,7 @@ class TextBody(create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIO
     def options(self) -> dict[str, Any]:
         """Return the options that the request gives. Raises InputError."""
         given = self.model_dump(include=OF_A_CALL, exclude_none=True)
-        if self.response_format and self.structured_outputs:
-            raise InputError("give response_format or structured_outputs, not both")
-        form = self.response_format or self.structured_outputs
+        form = self.structured_outputs
         return given | form.option() if form else given
 
 
@@ -237,6 +239,9 @@ def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
         return re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), told), error.field
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
-    is_unknown = first["type"] == "extra_forbidden"
-    told = "it is not supported: leave it out" if is_unknown else first["msg"]
+    told = (
+        "it is not supported, or another field says the same: leave it out"
+        if first["type"] == "extra_forbidden"
+        else first["msg"]
+    )
     return f"{one_line(field)[:80] if field else 'the body'}: {told}", field

@@ -34,15 +34,19 @@ class Job:
 
     answer: Answer
     messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    network: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    request: asyncio.Task[None] = field(default_factory=asyncio.current_task)
     writing: greenlet | None = None
-    began: float = field(default_factory=time.monotonic)  # to wait, then to be written
-    is_abandoned: bool = False  # by its client, who has disconnected
+    since: float = field(default_factory=time.monotonic)  # it waits or, later, is written
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the client has disconnected, which ends the request in whatever it does."""
+        return self.request.done()
 
     def send(self, message: Any) -> None:
         """Send a message, from any thread."""
         with suppress(RuntimeError):  # the network has ended
-            self.network.call_soon_threadsafe(self.messages.put_nowait, message)
+            self.request.get_loop().call_soon_threadsafe(self.messages.put_nowait, message)
 
 
 class Worker:
@@ -74,7 +78,7 @@ class Worker:
             self.jobs.append(job)
             return
         now = time.monotonic()
-        pace = max(self.pace, now - jobs[0].began)
+        pace = max(self.pace, now - jobs[0].since)
         # Times are whole seconds: in each, as many clients come back as the queue has places.
         turn = max(pace / self.slots, 1 / self.places)
         wait = min(LONGEST_RETRY, max(len(jobs) * turn, self.last_return - now) + turn)
@@ -100,12 +104,14 @@ class Worker:
         answer = job.answer
         prompt = answer.sample.source.tokens
         # The cache that keeps the most entries less those that it loses: a conversation goes on
-        # where its own is, and one that merely begins alike leaves it alone.
+        # where its own is, and one that merely begins alike leaves it alone. Where each would lose
+        # more than it keeps, the one that has been free the longest.
         slot = max(
-            self.free, key=lambda slot: 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)
+            self.free,
+            key=lambda slot: max(0, 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)),
         )
         self.free.remove(slot)
-        job.began = time.monotonic()
+        job.since = time.monotonic()
         try:
             see = answer.logprobs and answer.logprobs.see
             rounds = self.session.rounds(answer.sample, slot, self.together, see)
@@ -114,19 +120,15 @@ class Worker:
         except Exception as error:
             job.send(error)
         else:
-            self.pace = time.monotonic() - job.began
+            self.pace = time.monotonic() - job.since
         finally:
             self.free.append(slot)
-            self._end(job)
+            self.jobs.remove(job)
+            job.send(None)
 
     def _stop(self, job: Job) -> None:
-        """End a job where it is."""
+        """End a job that is written, or that waits."""
         if job.writing:
             self.together.stop(job.writing)
         else:
-            self._end(job)
-
-    def _end(self, job: Job) -> None:
-        """Take a job out of the queue, and end its messages."""
-        self.jobs.remove(job)
-        job.send(None)
+            self.jobs.remove(job)

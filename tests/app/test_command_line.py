@@ -23,9 +23,8 @@ SCRIPT = """
 import os, sys, types
 model = sys.modules["model"] = types.ModuleType("model")  # without torch, which is slow
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
-from app.common.command_line import run_command
+from app.common.command_line import run_command, start
 from app.common.parsers import parser_of
-from app.common.start import start
 
 def little():
     print("a little")

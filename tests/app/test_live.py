@@ -47,6 +47,7 @@ def test_two_columns_end_with_equal_texts_and_their_speeds(opened: WebDriver) ->
     wanted = {"draft": "exit", "temperature": "0.9", "limit": "99"}
     assert {name: find(opened, f"#{name}").get_property("value") for name in wanted} == wanted
     assert "<b>tiny<" in find(opened, "#model").text
+    assert find(opened, "#draft").text.split() == ["auto", "none", "lookup", "exit", "lowbit"]
     ask(opened, limit="20", seed="7", compare=True)
     until(find(opened, "#write").is_enabled)
     faster = r"[\d.]+ times as fast as plain decoding; the texts are equal\."

@@ -2,6 +2,7 @@
 end it nor reach each other.
 """
 
+import asyncio
 import gc
 import json
 import random
@@ -11,13 +12,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from copy import copy
 from heapq import heappop, heappush
 from http.client import HTTPConnection
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import openai
 import pytest
@@ -28,9 +29,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from app.options import KINDS
-from app.server.network import MAX_BODY
+from app.server.network import MAX_BODY, respond
 from app.server.requests import OPTIONS, ChatBody, CompletionBody, begin, complaint
-from app.server.worker import Job
+from app.server.worker import Job, Worker
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from tests.calls import recorded
@@ -39,6 +40,8 @@ from tests.serving import CONTEXT, Served, events_of, serving, until
 
 PROMPT = "the hen and the"
 QUEUE = 16
+OF_TEXTS = ["--draft", "exit", "--max-new-tokens", "16", "--stop", "zz"]
+OF_CHATS = ["--system", "hm", "--chat-template-kwargs", '{"tone": "mild"}']
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
 # q would end the text
 ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"}
@@ -52,8 +55,7 @@ def said(content: Any, role: str = "user", **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served(chat_model: Path) -> Iterator[Served]:
-    given = "--draft", "exit", "--max-new-tokens", "16", "--queue", str(QUEUE)
-    given += "--allow-host", "aibox"
+    given = *OF_TEXTS, *OF_CHATS, "--queue", str(QUEUE), "--allow-host", "aibox"
     with serving("--model", str(chat_model), *given) as running:
         yield running
 
@@ -65,69 +67,54 @@ def client(served: Served) -> openai.OpenAI:
 
 # ---- texts ----
 
-# Fields of a request, the same on the command line, and whether it is a chat and a stream.
-REQUESTS: list[tuple[dict[str, Any], str, bool, bool]] = [
-    ({"max_tokens": 24}, "", True, True),
-    ({"draft": "lookup", "gamma": 3, **SEEDED}, "--draft lookup --gamma 3", True, False),
-    ({"draft": "none", "top_p": 0.9, **SEEDED}, "--draft none --top-p 0.9", False, True),
-    ({"exit_layer": 3, "adaptive": True, **SEEDED}, "--exit-layer 3 --adaptive", False, False),
-    ({"coupling": "ratio", "gamma": 2, **SEEDED}, "--coupling ratio --gamma 2", True, True),
-    ({"stop": ["e", "a"], "ban": "t", **SEEDED}, "--stop e --stop a --ban t", True, False),
+# Fields of a request, the same on the command line, and whether it is a chat.
+REQUESTS: list[tuple[dict[str, Any], str, bool]] = [
+    ({}, "", True),
+    ({"max_tokens": 24}, "--max-new-tokens 24", True),
+    ({"draft": "lookup", "gamma": 3, **SEEDED}, "--draft lookup --gamma 3", True),
+    ({"draft": "none", "top_p": 0.9, **SEEDED}, "--draft none --top-p 0.9", False),
+    ({"exit_layer": 3, "adaptive": True, **SEEDED}, "--exit-layer 3 --adaptive", False),
+    ({"coupling": "ratio", "gamma": 2, **SEEDED}, "--coupling ratio --gamma 2", True),
+    ({"stop": ["e", "a"], "ban": "t", **SEEDED}, "--stop e --stop a --ban t", True),
     (
         {"repetition_penalty": 1.3, "min_p": 0.01, "frequency_penalty": 0.4, **SEEDED},
         "--repetition-penalty 1.3 --min-p 0.01 --frequency-penalty 0.4",
         False,
-        True,
     ),
 ]
 
 
-@pytest.mark.parametrize(("asked", "options", "chat", "stream"), REQUESTS)
-def test_a_seeded_text_is_the_one_that_generate_writes(
+@pytest.mark.parametrize(("asked", "options", "chat"), REQUESTS)
+def test_a_streamed_text_is_the_one_that_generate_writes(
     asked: dict[str, Any],
     options: str,
     chat: bool,
-    stream: bool,
     client: openai.OpenAI,
     chat_model: Path,
     run: Run,
 ) -> None:
-    seeded = "--temperature 0.9 --seed 3" if "seed" in asked else ""
-    given = f"--draft exit --max-new-tokens 24 {seeded} {options} --{'' if chat else 'no-'}chat"
-    wanted = run(PROMPT, "--model", chat_model, "--json", *given.split()).result
-    text, finish, usage = asked_of(client, chat, stream, asked)
-    assert text == wanted["text"] and wanted["text"]
-    assert finish == {"eos": "stop"}.get(wanted["finish_reason"], wanted["finish_reason"])
-    counts = wanted["prompt_tokens"], len(wanted["tokens"])
-    assert (usage.prompt_tokens, usage.completion_tokens) == counts
-
-
-def asked_of(
-    client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, Any]
-) -> tuple[str, str, Any]:
-    """Text, finish reason and usage, by the real client."""
+    """What the request does not say is as on the server's own command line."""
+    seeded = "--temperature 0.9 --seed 3 --max-new-tokens 24" if "seed" in asked else ""
+    given = [*OF_TEXTS, *(OF_CHATS if chat else ["--no-chat"]), *seeded.split(), *options.split()]
+    wanted = run(PROMPT, "--model", chat_model, "--json", *given).result
     prompt = {"messages": [said(PROMPT)]} if chat else {"prompt": PROMPT}
     create = client.chat.completions.create if chat else client.completions.create
-    if not stream:
-        answer = create(model="tiny", extra_body=asked, **prompt)
-        (choice,) = answer.choices
-        return (choice.message.content if chat else choice.text), choice.finish_reason, answer.usage
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = create(model="tiny", extra_body=asked, **usage, **prompt)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = create(model="tiny", extra_body=asked, **stream, **prompt)
     choices = [chunk.choices[0] for chunk in chunks]
-    assert last.id.startswith("chatcmpl-" if chat else "cmpl-")
-    assert last.choices == [] and all(choice.finish_reason is None for choice in choices[:-1])
-    assert last.usage.model_extra["speculation"]["tokens_per_round"] >= 1
-    pieces = [(choice.delta.content if chat else choice.text) or "" for choice in choices]
-    return "".join(pieces), choices[-1].finish_reason, last.usage
+    finish = "length" if wanted["finish_reason"] == "length" else "stop"
+    text = "".join((choice.delta.content if chat else choice.text) or "" for choice in choices)
+    assert text == wanted["text"] and wanted["text"]
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [finish]
+    assert last.choices == [] and last.id.startswith("chatcmpl-" if chat else "cmpl-")
+    assert last.usage.prompt_tokens == wanted["prompt_tokens"]
+    assert last.usage.model_extra["speculation"]["rounds"] == wanted["rounds"]
 
 
 def test_the_model_is_listed_by_its_folders_name(served: Served, client: openai.OpenAI) -> None:
     (listed,) = client.models.list()
     assert served.ask("/health") == (200, {"status": "ok"})
     assert listed.id == client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' does not exist here: there is tiny"):
-        client.models.retrieve("gpt-5")
 
 
 SCHEMA = {
@@ -155,15 +142,6 @@ def test_structured_output_is_written_as_asked_for(
     """The letter q ends this model's texts."""
     text = served.text(**form, prompt=PROMPT, temperature=0.8, seed=2, max_tokens=64)
     assert re.fullmatch(f"({expected})q?", text)
-
-
-def test_masks_that_take_too_long_end_the_text_as_an_error(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served.worker.session, "mask_seconds", 0.002)
-    slow = {"prompt": PROMPT, "structured_outputs": {"regex": "(a|b|c|d){400}"}, "max_tokens": 450}
-    status, answer = served.ask(TEXT, slow)
-    assert status == 400 and "masks took more than 0.002 s" in answer["error"]["message"]
 
 
 # "r&" takes back a token of an earlier round too
@@ -217,23 +195,27 @@ def test_log_probabilities_are_the_targets_own_with_any_draft(
     assert plain["text"][whole["text_offset"][-1] :] == whole["tokens"][-1]
 
 
-def test_log_probabilities_have_the_forms_of_openais_client(client: openai.OpenAI) -> None:
-    asked = {"model": "tiny", "max_tokens": 9, "extra_body": {"ban": "q"}}
-    for top in ({"top_logprobs": 3}, {}):
-        chat = client.chat.completions.create(
-            messages=[said(PROMPT)], logprobs=True, **top, **asked
-        ).choices[0]
-        tokens = chat.logprobs.content
-        text = bytes(byte for token in tokens for byte in token.bytes)
-        assert text.decode(errors="replace") == chat.message.content
-        assert [len(token.top_logprobs) for token in tokens] == [top.get("top_logprobs", 0)] * 9
-    told = client.completions.create(prompt=PROMPT, logprobs=0, **asked).choices[0].logprobs
-    assert len(told.token_logprobs) == 9 and told.text_offset[0] == 0
+@pytest.mark.parametrize("top", [{"top_logprobs": 3}, {}], ids=str)
+def test_a_whole_chat_has_the_form_of_openais_client(
+    top: dict[str, int], client: openai.OpenAI
+) -> None:
+    """With log probabilities of its tokens, and of the likeliest ones where they are asked for."""
+    asked = {"messages": [said(PROMPT)], "max_tokens": 9, "extra_body": {"ban": "q"}}
+    answer = client.chat.completions.create(model="tiny", logprobs=True, **top, **asked)
+    (choice,) = answer.choices
+    tokens = choice.logprobs.content
+    text = bytes(byte for token in tokens for byte in token.bytes)
+    assert text.decode(errors="replace") == choice.message.content
+    assert [len(token.top_logprobs) for token in tokens] == [top.get("top_logprobs", 0)] * 9
+    assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 9)
 
 
 def test_a_conversation_goes_on_where_its_cache_is(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where every other cache holds a longer text."""
+    for letter in "wxyz":
+        served.text(prompt=letter * 600, max_tokens=1)
     talks = [[said(f"{name} and the hen " * 9)] for name in ("ann", "bob")]
     for _ in range(2):
         read = recorded(
@@ -279,7 +261,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"exit_layer": 5}, 400, None, "exit layer 5 is not in 1..4"),
     (TEXT, {"draft": "lookup", "exit_layer": 4}, 400, "exit_layer", "has no effect with draft loo"),
     (TEXT, {"gamma": 33}, 400, "gamma", "less than or equal to 32"),
-    *((TEXT, {name: 3}, 400, name, f"{name}: it is not supported: leave it out") for name in (
+    *((TEXT, {name: 3}, 400, name, f"{name}: it is not supported, or") for name in (
         "n", "plan", "bits", "draft_model", "tools", "json_schema", "suffix"
     )),
     *((TEXT, {name: False}, 400, name, "leave it out") for name in (
@@ -293,7 +275,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"structured_outputs": {"regex": "("}}, 400, None, "regular expression: unclosed group"),
     (TEXT, {"structured_outputs": {"regex": "a", "json": {}}}, 400, None, "give one of"),
     (TEXT, {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400,
-     None, "not both"),
+     "response_format", "another field says the same: leave it out"),
     (TEXT, {"structured_outputs": {"grammar": "a.lark"}}, 400, "structured_outputs.grammar", "st"),
     (TEXT, [], 400, None, "the body: Input should be an object"),
     (TEXT, b"{" + b" " * MAX_BODY, 400, None, "at most 1048576 bytes"),
@@ -316,30 +298,42 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
     assert "\n" not in error["message"] and "--" not in error["message"]
 
 
-def test_fields_that_ask_for_nothing_are_let_pass(served: Served) -> None:
-    idle = {"frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "echo": False, "best_of": 1}
-    idle |= {"user": "me", "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto"}
-    idle |= {"top_k": -1, "max_tokens": -1, "min_tokens": 0, "prompt_cache_key": "a"}
-    idle |= {"skip_special_tokens": True, "add_generation_prompt": True, "trace": None}
-    assert served.text(prompt=PROMPT, **idle) == served.text(prompt=PROMPT)
+IDLE = {
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "logprobs": None,
+    "echo": False,
+    "best_of": 1,
+    "user": "me",
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "auto",
+    "top_k": -1,
+    "max_tokens": -1,
+    "min_tokens": 0,
+    "prompt_cache_key": "a",
+    "trace": None,
+    "skip_special_tokens": True,
+    "add_generation_prompt": True,
+}
+
+
+def test_prompts_in_other_forms_and_fields_that_ask_for_nothing_change_no_text(
+    served: Served,
+) -> None:
+    ids = served.worker.session.tokenizer.encode(PROMPT)
+    bodies = [{"prompt": prompt} for prompt in (PROMPT, [PROMPT], ids, [ids])]
+    assert len({served.text(**body) for body in [*bodies, {"prompt": PROMPT, **IDLE}]}) == 1
 
 
 def test_messages_may_be_in_parts_and_with_the_fields_of_answers(served: Served) -> None:
+    cached = {"type": "text", "text": "the ", "cache_control": {"type": "ephemeral"}}
+    answered = {"refusal": None, "tool_calls": None, "annotations": [], "name": "fox"}
+    other = said([cached, {"type": "text", "text": "hen"}], **answered)
     plain = [said("be brief", role="system"), said("the hen")]
-    parts = [{"type": "text", "text": "the ", "cache_control": {"type": "ephemeral"}}]
-    parts += [{"type": "text", "text": "hen"}]
-    other = [
-        said("be brief", role="developer"),
-        said(parts, refusal=None, tool_calls=None, annotations=[], name="fox"),
-    ]
-    session = served.worker.session
-    first, second = (begin(session, ChatBody(messages=each)) for each in (plain, other))
-    assert first.source.tokens == second.source.tokens
-
-
-def test_a_prompt_may_be_a_text_or_token_ids_alone_or_in_a_list(served: Served) -> None:
-    ids = served.worker.session.tokenizer.encode(PROMPT)
-    assert len({served.text(prompt=prompt) for prompt in (PROMPT, [PROMPT], ids, [ids])}) == 1
+    bodies = [ChatBody(messages=each) for each in (plain, [said("be brief", "developer"), other])]
+    first, second = (begin(served.worker.session, body).source.tokens for body in bodies)
+    assert first == second
 
 
 VALUES = st.recursive(
@@ -395,44 +389,14 @@ def test_no_page_of_another_site_may_use_the_server(
     assert status == 200 or "start it with --allow-host NAME" in answer["error"]["message"]
 
 
-def test_what_a_request_does_not_say_is_as_on_the_command_line(
-    chat_model: Path, tmp_path: Path, run: Run
-) -> None:
-    """Also a drafter of the reader's own, which no request can name, a system message and variables
-    of the chat template.
-    """
-    own = tmp_path / "own.py"
-    own.write_text(
-        "from decoding.drafters import NoDraft\n\n\ndef Mine(target, cache):\n    return"
-        " NoDraft()\n"
-    )
-    sampling = ["--temperature", "0.8", "--seed", "5", "--max-new-tokens", "9", "--stop", "zz"]
-    chat = ["--system", "hm", "--chat-template-kwargs", '{"tone": "mild"}']
-    options = ["--model", str(chat_model), "--draft", f"{own}:Mine", *sampling, "--context", "64"]
-    with serving(*options, *chat) as running:
-        for path, prompt, given in (
-            (CHAT, {"messages": [said(PROMPT)]}, chat),
-            (TEXT, {"prompt": PROMPT}, ["--no-chat"]),
-        ):
-            wanted = run(PROMPT, *options, *given, "--json").result["text"]
-            for more in ({}, {"draft": "none"}):
-                (choice,) = running.ask(path, {**prompt, **more})[1]["choices"]
-                assert (choice["message"]["content"] if given == chat else choice["text"]) == wanted
-        _, answer = running.ask(TEXT, {"prompt": "the hen " * 30})
-        assert "64 are used" in answer["error"]["message"]
-
-
-def test_a_text_without_a_limit_goes_on_to_the_context_or_until_the_server_stops(
-    chat_model: Path,
-) -> None:
-    """Here at an IPv6 address."""
-    given = "--model", str(chat_model), "--serve", "[::1]:0"
+def test_a_text_without_a_limit_goes_on_to_the_context(chat_model: Path) -> None:
+    """Here at an IPv6 address, with a context of its own."""
+    given = "--model", str(chat_model), "--serve", "[::1]:0", "--context", "4000"
     with serving(*given) as running:
         assert running.address.startswith("http://[::1]:")
-        left = running.begin(TEXT, {**ENDLESS, "stream": True, "max_tokens": -1})
-        until(lambda: running.worker.jobs)
-        assert running.worker.jobs[0].answer.sample.source.longest == CONTEXT
-    assert "the server is stopping" in left.getresponse().read().decode()
+        with closing(running.begin(TEXT, {**ENDLESS, "max_tokens": -1})):
+            until(lambda: running.worker.jobs)
+            assert running.worker.jobs[0].answer.sample.source.longest == 4000
 
 
 # ---- the queue ----
@@ -466,20 +430,32 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     assert begun == sorted(begun) and len(begun) == len(asking) - 1
 
 
-@pytest.mark.parametrize(("pace", "seconds"), [(0.05, 0.05), (1.0, 6.0)])
-def test_of_sixty_requests_at_once_two_retries_lose_none(
-    pace: float, seconds: float, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where four are written and twelve wait. Each text takes ``seconds`` by the test's own
-    clock, and the one before them took ``pace``. OpenAI's client retries twice, when it is told to.
-    """
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The worker's clock, which the test moves."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
     monkeypatch.setattr("app.server.worker.time", clock)
-    worker = copy(served.worker)  # which no thread works for
-    worker.jobs = []
-    worker.places = worker.slots + 12
-    worker.pace = pace
-    worker.last_return = 0.0
+    return clock
+
+
+def test_the_pace_is_the_time_of_the_last_text(
+    clock: SimpleNamespace, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which refused clients are told when to come back."""
+    monkeypatch.setattr(served.worker, "pace", 0.0)
+    recorded(monkeypatch, served.worker.session, "rounds", lambda *_: setattr(clock, "now", 7.0))
+    served.text(prompt=PROMPT)
+    until(lambda: served.worker.pace == 7)
+
+
+@pytest.mark.parametrize(("pace", "seconds"), [(0.05, 0.05), (1.0, 6.0)])
+def test_of_sixty_requests_at_once_two_retries_lose_none(
+    pace: float, seconds: float, clock: SimpleNamespace
+) -> None:
+    """Where four are written and twelve wait. Each text takes ``seconds``, and the one before them
+    took ``pace``. OpenAI's client retries twice, when it is told to.
+    """
+    worker = SimpleNamespace(jobs=[], slots=4, places=16, pace=pace, last_return=0.0)
     free = [0.0] * worker.slots
     coming = [(0.0, client, 2) for client in range(60)]
     while coming:
@@ -489,14 +465,14 @@ def test_of_sixty_requests_at_once_two_retries_lose_none(
         worker.pace = seconds if written else worker.pace
         job = SimpleNamespace(is_abandoned=False)
         try:
-            worker.enqueue(job)
+            Worker.enqueue(worker, job)
         except HTTPException as refused:
             assert retries, f"client {client} is lost"
             again = clock.now + int(refused.headers["Retry-After"])
             heappush(coming, (again, client, retries - 1))
         else:
-            job.began = max(clock.now, free.pop(0))
-            job.ends = job.began + seconds
+            job.since = max(clock.now, free.pop(0))
+            job.ends = job.since + seconds
             free.append(job.ends)
 
 
@@ -511,11 +487,21 @@ def test_a_client_that_leaves_while_its_prompt_is_read_ends_between_two_chunks(
     assert len(chunks) < len(prompt) // PREFILL_CHUNK
 
 
-def test_what_fails_in_writing_is_logged_and_the_next_text_is_written(
-    served: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+def test_a_client_that_leaves_before_its_stream_begins_ends_its_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the request ends with a response that was never sent."""
+    samples = recorded(monkeypatch, served.worker.session, "rounds", lambda sample, *_: sample)
+    request = Mock(headers={"content-length": 1})
+    request.body = AsyncMock(return_value=json.dumps({**ENDLESS, "stream": True}))
+    request.is_disconnected = AsyncMock(return_value=False)
+    asyncio.run(respond(served.worker, CompletionBody, request))
+    until(lambda: not served.worker.jobs)
+    assert samples[0].finish == "interrupted"
+
+
+def test_what_fails_in_writing_is_printed_and_the_next_text_is_written(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The client is told nothing of the failure."""
     monkeypatch.setattr(served.worker.session, "rounds", None)
@@ -526,8 +512,6 @@ def test_what_fails_in_writing_is_logged_and_the_next_text_is_written(
     assert answer["error"]["message"] == trouble.replace("a request", "the request")
     assert capsys.readouterr().err.startswith(f"[{trouble}: TypeError: 'NoneType' object")
     assert served.text(prompt=PROMPT)
-    logged = [line.rpartition(" - ")[2] for line in caplog.messages]
-    assert logged == [f'"POST {TEXT} HTTP/1.1" {status}' for status in (500, 200)]
 
 
 COMPANY: list[dict[str, Any]] = [

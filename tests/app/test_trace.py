@@ -4,10 +4,8 @@ on it.
 
 import io
 import re
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pyte
 import pytest
@@ -16,10 +14,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from app import session, trace
+from app import trace
 from app.characters import Labels, visible
 from app.trace import LiveTrace
 from decoding.rounds import Round
+from decoding.text import Text as Written
+from tests.calls import interrupted
 from tests.commands import Run
 
 END = 9
@@ -186,28 +186,24 @@ def test_nothing_in_the_text_acts_on_the_terminal(colour: bool) -> None:
 
 def test_a_token_is_labelled_by_its_text_its_bytes_or_its_name() -> None:
     assert [LABELS(token) for token in (0, 3, 4, END)] == [" the", "↵", "\\xe2\\x9c", "<end>"]
-    for text in ("naïve café 狐 👩\u200d🚀 a b", "x"):
-        assert visible(text) == text
-    assert visible("a\n\tb") == "a↵⇥b"
-    assert Labels(lambda token: b"  " if token else b"", {})(1) == "␣␣"
+    assert visible("naïve café 狐 👩\u200d🚀 a b\n\t") == "naïve café 狐 👩\u200d🚀 a b↵⇥"
+    assert Labels(lambda token: b"  ", {})(1) == "␣␣"
     assert Labels(lambda token: b"", {})(12) == "#12"
 
 
-DRAFTS = {
-    "lookup": "--ban a",
-    "exit": "--compare --num-samples 2 --temperature 1 --seed 3",
-}
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--draft lookup --ban a",
+        "--draft exit --compare --num-samples 2 --temperature 1 --seed 3",
+    ],
+)
 def test_every_draft_can_be_watched_without_changing_the_text(
-    draft: str, chat_model: Path, run: Run
+    options: str, chat_model: Path, run: Run
 ) -> None:
     """--trace writes to standard error beside --json; the objects are as without it."""
-    options = f"--model {chat_model} --draft {draft} {DRAFTS[draft]} --json --max-new-tokens 12"
-    command = ["the hen and the", *options.split()]
-    plain = run(*command)
-    watched = run(*command, "--trace")
+    command = ["the hen", "--model", chat_model, *options.split(), "--json", "-n", "12"]
+    plain, watched = (run(*command, *more) for more in ([], ["--trace"]))
     tokens = [each["tokens"] for each in plain.objects]
     assert tokens and [each["tokens"] for each in watched.objects] == tokens
     assert watched.err.count("{~discarded~} the target's own token") == len(tokens)
@@ -217,12 +213,6 @@ def test_ctrl_c_keeps_what_was_there(
     chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Status 130, and the trace with its line of statistics."""
-    production = session.speculate
-
-    def interrupted(*arguments: Any, **named: Any) -> Iterator[Round]:
-        yield from islice(production(*arguments, **named), 3)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(session, "speculate", interrupted)
+    interrupted(monkeypatch, Written, "extend", 4)
     ended = run("the hen", "--model", chat_model, "--draft", "none", "--trace")
     assert ended.status == 130 and "3 tokens in" in ended.err and "1.00 tokens a round" in ended.err

@@ -5,7 +5,7 @@ and "response" per line.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.common.start import start
+    from app.common.command_line import start
 
     start()
 
