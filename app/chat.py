@@ -48,7 +48,7 @@ class Chat:
     def rounds(self, text: str, **options: object) -> Iterator[Round]:
         """Return the rounds in which the model's answer is written, which is then ``sample``."""
         session = self.session
-        given = session.merged(self.options, options)
+        given = session.merged(options, session.merged(self.options))
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
         context = self.slot.cache.capacity

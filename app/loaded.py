@@ -28,6 +28,7 @@ from weights.memory import Memory, check_fits, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from app.offers import Offers
     from decoding.grammar import Vocabulary
 
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
@@ -36,10 +37,12 @@ NOTICED = 0.5  # seconds: copies that take less are made without a line
 
 
 class LoadedModel:
-    """Model with its tokenizer. The weights are loaded when they are first used."""
+    """Model with its tokenizer. The weights are loaded when they are first used.
 
-    def __init__(self, options: Options, model: Decoder | None = None) -> None:
-        """``model`` is a loaded one, by default that of the options. Raises InputError."""
+    Raises InputError.
+    """
+
+    def __init__(self, options: Options) -> None:
         self.options = options
         self.folder = model_folder(options.model, options.revision)
         self.name = shown_name(self.folder)
@@ -51,8 +54,7 @@ class LoadedModel:
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
         self.draft_models: dict[str, Decoder] = {}
         self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows
-        if model is not None:
-            self.model = model
+        self.offers: Offers | None = None  # of --draft auto
 
     @cached_property
     def model(self) -> Decoder:

@@ -6,8 +6,7 @@ Knows nothing of how it chooses.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app.drafts import Strategy, plan_drafter
@@ -16,7 +15,6 @@ from decoding.auto import LONGEST, PRIOR_RATE, Auto, Costs, Estimates, measured_
 from decoding.drafters import Drafter, PromptLookup
 from decoding.model_port import Model
 from decoding.rounds import expected_speedup
-from model.cache import KVCache
 from model.plan import LayerPlan
 from weights.memory import bytes_read, has_memory_for
 
@@ -46,7 +44,7 @@ class Offers:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.estimates = Estimates()
-        self.costs: dict[tuple[object, ...], dict[int, Costs]] = {}  # of plans, by length
+        self.costs: dict[tuple[object, ...], Costs] = {}  # by plans and length
 
     def strategy(self, sample: Sample, slot: Slot, target: Model) -> Strategy:
         """Return the strategy that takes the best of lookup, low bits and the plan: see ``Auto``.
@@ -62,12 +60,25 @@ class Offers:
             name: plan_drafter(session, each.plan, slot, target) for name, each in chosen.items()
         }
         drafters["lookup"] = PromptLookup()
-        known = self.costs.setdefault((is_free, *chosen.items()), {})
-        costs = CostsByLength(session, slot.cache, plans, windows, is_free, known)
-        costs(len(sample.source))
+
+        def costs_at(length: int) -> Costs:
+            """Return the costs after a text of this length, counted anew where it has doubled."""
+            at_most = 1 << (max(SHORT, length) - 1).bit_length()
+            at_hand = chosen if at_most > LONG else plans
+            key = (is_free, at_most, *at_hand.items())
+            if key not in self.costs:
+                found = {name: each.plan for name, each in at_hand.items()}
+                self.costs[key] = (
+                    measured_costs(session.model, slot.cache, found)
+                    if is_free
+                    else costs_by_bytes(session, found, at_most)
+                )
+            return self.costs[key]
+
+        costs_at(len(sample.source))
         chooser = Auto(
             drafters,
-            costs,
+            costs_at,
             self.estimates if is_free else None,
             priors={name: each.alpha for name, each in chosen.items() if each.alpha},
             by_confidence=session.device.type == "cpu",  # a GPU would synchronise for each token
@@ -101,8 +112,6 @@ class Offers:
         prior acceptance, over these tokens and as many as the session has written: rent or buy.
         """
         session = self.session
-        if session.written == math.inf:
-            return True
         itemsize = session.model.dtype.itemsize
         full = bytes_read(session.config, LayerPlan.full(session.model.num_layers), itemsize)
         draft = bytes_read(session.config, chosen.plan, itemsize)
@@ -120,34 +129,6 @@ def short_sighted(plans: dict[str, DraftPlan]) -> dict[str, DraftPlan]:
         for name, chosen in plans.items()
         if not chosen.plan.window
     }
-
-
-@dataclass
-class CostsByLength:
-    """Costs of draft steps and rows for ``Auto``, which count anew where a text has doubled.
-
-    Those ``known`` from other texts serve too. Only long texts have ``windows``.
-    """
-
-    session: Session
-    cache: KVCache
-    plans: dict[str, DraftPlan]
-    windows: dict[str, DraftPlan]
-    is_measured: bool
-    known: dict[int, Costs]
-
-    def __call__(self, length: int) -> Costs:
-        """Return the costs after a text of this length."""
-        at_most = 1 << (max(SHORT, length) - 1).bit_length()
-        if at_most not in self.known:
-            chosen = self.plans | self.windows if at_most > LONG else self.plans
-            plans = {name: each.plan for name, each in chosen.items()}
-            self.known[at_most] = (
-                measured_costs(self.session.model, self.cache, plans)
-                if self.is_measured
-                else costs_by_bytes(self.session, plans, at_most)
-            )
-        return self.known[at_most]
 
 
 def costs_by_bytes(session: Session, plans: dict[str, LayerPlan], positions: int) -> Costs:

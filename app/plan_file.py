@@ -10,14 +10,12 @@ search writes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.common.files import read_json, write_json
-from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.errors import InputError
@@ -63,13 +61,6 @@ class DraftPlan:
     threshold: float | None = None
     alpha: float | None = None
 
-    def new_policy(self) -> Policy:
-        """Return the plan's policy: drafts of its length, ended early by its threshold, if any."""
-        gamma = GAMMA if self.gamma is None else self.gamma
-        return (
-            AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
-        )
-
 
 def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
     """Return the plan under which the target drafts for itself; None where --draft has none.
@@ -98,8 +89,7 @@ def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
 
 def low_bit_plan(layers: int) -> DraftPlan:
     """Return the plan of all layers in four bits."""
-    plan = LayerPlan.full(layers).in_bits(BITS)
-    return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
+    return DraftPlan(LayerPlan.full(layers).in_bits(BITS), GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
 
 
 def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, DraftPlan]:
@@ -174,56 +164,55 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     for key in raw.keys() - READ - PROVENANCE:
         raise InputError(f"{path}: the key {key!r:.80} is unknown: correct it, or leave it out")
 
-    def check(fits: bool, key: str, wanted: str) -> None:
-        if not fits:
-            raise InputError(f"{path}: {key} must be {wanted}, found {raw[key]!r:.80}")
-
     if folder is not None and raw.get("model") and raw["model"] != model_fingerprint(folder):
         raise InputError(
             f"{path} was made for another model than {folder}: run python -m search for this one"
         )
-    for key, kinds, least, most, wanted in (
-        ("window", (int,), 1, math.inf, "a whole number of at least 1"),
-        ("gamma", (int,), 0, math.inf, "a whole number of at least 0"),
-        ("threshold", (int, float), 0, 1, "a number from 0 to 1"),
-        ("alpha", (int, float), 0, 1, "a number from 0 to 1"),
-    ):
-        value = raw.get(key)
-        check(value is None or (type(value) in kinds and least <= value <= most), key, wanted)
-    plan = layer_plan(raw, num_layers, check)
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
-
-
-def layer_plan(
-    raw: dict[str, Any], num_layers: int, check: Callable[[bool, str, str], None]
-) -> LayerPlan:
-    """Return the layer plan in a file's JSON. ``check`` refuses the value of a key unless it
-    ``fits`` what is wanted.
-    """
-    skipped = {name: raw.get(name, []) for name in SUBLAYERS}
-    for name, layers in skipped.items():
-        is_list = whole_numbers(layers, range(num_layers)) and len(set(layers)) == len(layers)
-        check(is_list, name, f"a list of different layers from 0 to {num_layers - 1}")
-    bits = raw.get("bits", FULL)
-    if isinstance(bits, dict):
-        fits = all(
-            whole_numbers(each, (0, *WIDTHS)) and len(each) == num_layers for each in bits.values()
-        )
-        wanted = f"lists of {num_layers} numbers of bits for attn and mlp"
-        check(fits and bits.keys() <= {*SUBLAYERS}, "bits", wanted)
-    else:
-        check(whole_numbers([bits], WIDTHS), "bits", "4, 8 or 16")
+    for key, (fits, wanted) in wanted_of(num_layers).items():
+        if raw.get(key) is not None and not fits(raw[key]):
+            raise InputError(f"{path}: {key} must be {wanted}, found {raw[key]!r:.80}")
+    bits = raw.get("bits") or FULL
+    if not isinstance(bits, dict):
         bits = dict.fromkeys(SUBLAYERS, [bits] * num_layers)
-    head = raw.get("head_bits", FULL)
-    check(whole_numbers([head], WIDTHS), "head_bits", "4, 8 or 16")
-    runs = (
+    attention, mlp = (
         tuple(
-            0 if layer in skipped[name] else width
+            0 if layer in (raw.get(name) or ()) else width
             for layer, width in enumerate(bits.get(name, [FULL] * num_layers))
         )
         for name in SUBLAYERS
     )
-    return LayerPlan(*runs, head, raw.get("window"))
+    plan = LayerPlan(attention, mlp, raw.get("head_bits") or FULL, raw.get("window"))
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
+
+
+def wanted_of(num_layers: int) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """Return which values of JSON fit each key of a plan file, as a function and in words."""
+
+    def are_layers(value: Any) -> bool:
+        return whole_numbers(value, range(num_layers)) and len({*value}) == len(value)
+
+    def are_bits(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return whole_numbers([value], WIDTHS)
+        return value.keys() <= {*SUBLAYERS} and all(
+            whole_numbers(each, (0, *WIDTHS)) and len(each) == num_layers for each in value.values()
+        )
+
+    layers = (are_layers, f"a list of different layers from 0 to {num_layers - 1}")
+    rate = (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1")
+    return {
+        "attn": layers,
+        "mlp": layers,
+        "bits": (are_bits, f"4, 8 or 16, or lists of {num_layers} such numbers for attn and mlp"),
+        "head_bits": (lambda value: whole_numbers([value], WIDTHS), "4, 8 or 16"),
+        "window": (
+            lambda value: type(value) is int and value >= 1,
+            "a whole number of at least 1",
+        ),
+        "gamma": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+        "threshold": rate,
+        "alpha": rate,
+    }
 
 
 def whole_numbers(value: Any, allowed: Collection[int]) -> bool:
