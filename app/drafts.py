@@ -1,10 +1,9 @@
 """Drafts: from options to a ``Strategy``, the drafter and the policy of a text.
 
 ``KINDS`` has the values of ``--draft``. Take ``lowbit`` as an example. Its maker is ``by_plan``: it
-takes the plan of ``plan_for``, all layers in four bits, lets the session make its low-bit copies,
-and gives a ``ModelDrafter`` under this plan. ``policy_of`` gives its policy: what ``--gamma`` and
-``--adaptive`` do not say, the plan says. A new kind is a function like ``by_plan`` and a row in
-``KINDS``.
+asks the session for the plan, all layers in four bits, lets it make the low-bit copies, and gives a
+``ModelDrafter`` under this plan. ``policy_of`` gives the policy: what --gamma and --adaptive do not
+say, the plan says. A new kind is a function like ``by_plan`` and a row in ``KINDS``.
 
 Knows nothing of screens and requests.
 """
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.plan_file import GAMMA, plan_for, plan_in_words, runnable
+from app.plan_file import GAMMA, plan_in_words, runnable
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
@@ -103,7 +102,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     if options.bits and possible and options.bits not in possible:
         kernels = " and ".join(map(str, possible))
         raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
-    chosen = plan_for(options, session.folder, session.model.num_layers)
+    chosen = session.plan_for(options)
     if chosen is None:
         raise InputError(
             f"{session.folder} has no plan.json: give --plan FILE, or find a plan with"
@@ -128,28 +127,27 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     """Return a smaller model of the same tokens, with a cache of its own, which reads the prompt
     when it first drafts.
     """
-    name = sample.options.draft_model
-    folder = model_folder(name)
-    if name not in session.draft_models:
+    folder = model_folder(sample.options.draft_model)
+    if folder not in session.draft_models:
         if not are_alike(session.tokenizer, Tokenizer(folder)):
             raise InputError(
                 f"{folder} has another vocabulary: a draft model must share the target's tokenizer"
             )
-        session.draft_models[name] = session.load(folder)
-    model = session.draft_models[name]
-    if name not in slot.draft_caches:
-        slot.draft_caches[name] = model.new_cache(slot.cache.capacity)
-    cache = slot.draft_caches[name]
+        session.draft_models[folder] = session.load(folder)
+    model = session.draft_models[folder]
+    if folder not in slot.draft_caches:
+        slot.draft_caches[folder] = model.new_cache(slot.cache.capacity)
+    cache = slot.draft_caches[folder]
     cache.truncate(0)
     model.step_of(cache)
     if target is not session.model:
         from decoding.together import Together
 
         model = Together(model, target)
-    drafter = ModelDrafter(model, cache)
-    is_short = model.max_positions < sample.source.longest
-    until = f", up to its context of {model.max_positions} tokens" * is_short
-    return Strategy(f"draft model {folder.name}{until}", drafter, policy_of(sample.options))
+    name = f"draft model {folder.name}"
+    if model.max_positions < sample.source.longest:
+        name += f", up to its context of {model.max_positions} tokens"
+    return Strategy(name, ModelDrafter(model, cache), policy_of(sample.options))
 
 
 def are_alike(ours: Tokenizer, theirs: Tokenizer) -> bool:
@@ -198,18 +196,17 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         file = kind.rpartition(":")[0]
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f", line {each.lineno}" for each in frames if each.filename == file]
-        where = "".join([kind, *own[-1:]])
-        said = InputError(f"--draft {where}: {typed_line(error)}")
-        raise said from (error if in_text else None)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        where = f"{kind}, line {lines[-1]}" if lines else kind
+        cause = error if in_text else None
+        raise InputError(f"--draft {where}: {typed_line(error)}") from cause
 
 
 def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that takes the best of several drafts in each round."""
-    from app.offers import Offers
+    from app.offers import auto_strategy
 
-    session.offers = session.offers or Offers(session)
-    return session.offers.strategy(sample, slot, target)
+    return auto_strategy(session, sample, slot, target)
 
 
 class Kind(NamedTuple):

@@ -44,13 +44,12 @@ TYPES = {  # by an option's type: the types of its values, and their name
     str: (str, "a string"),
     list: (tuple, "a list of strings"),
 }
-EPILOG = """kinds of draft:
-{kinds}
-
-examples:
+EPILOG = """examples:
   python generate.py "Why is the sky blue?" --trace --compare
   python generate.py "Write a short story about a fox." --draft lookup --temperature 0.7 --seed 1
   python generate.py --serve 8000 --model tiny-llama
+
+kinds of draft:
 """
 
 
@@ -456,12 +455,11 @@ def parse(arguments: list[str] | None = None) -> Options:
         groups.setdefault(each.metadata["group"], {})[names] = argument(each)
     groups[""]["PROMPT"] = {"nargs": "?", "help": "the same as --prompt"}
     kinds = KINDS | {"FILE.py:Class": OWN}
-    lines = [f"  {name:<15}{kind.help}" for name, kind in kinds.items()]
     parser = parser_of(
         groups,
         prog="generate.py",
         description="Write text with a language model, by self-speculative decoding.",
-        epilog=EPILOG.format(kinds="\n".join(lines)),
+        epilog=EPILOG + "".join(f"  {name:<15}{kind.help}\n" for name, kind in kinds.items()),
     )
     given = vars(parser.parse_args(arguments))
     prompts = [each for each in (given.pop("PROMPT"), given["prompt"]) if each is not None]

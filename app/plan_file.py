@@ -1,11 +1,11 @@
-"""Plans of drafts: which one the options mean, and the files that hold them.
+"""Plans of drafts, and the files that hold them.
 
 A file has the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
 "mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``window``,
 the number of the newest tokens that the draft sees; ``gamma``, ``threshold``, ``alpha``, and
 ``model``, the fingerprint of the model for which the plan was made; and the provenance that a
-search writes.
+search writes. Knows nothing of options.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.common.files import read_json, write_json
-from model.config import ModelConfig
 from model.decoder import Decoder
 from model.errors import InputError
 from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.load import model_fingerprint
-from weights.memory import low_bit_bytes
-
-if TYPE_CHECKING:
-    from app.options import Options
 
 GAMMA = 4  # tokens drafted per round by default
 GAMMA_LOW_BITS = 5  # the same in low bits
-BITS = 4  # of a low-bit draft by default
-PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
-ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
 LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
 LONG = 2048  # tokens of a text beyond which windows may pay
 SUBLAYERS = ("attn", "mlp")
@@ -62,55 +54,11 @@ class DraftPlan:
     alpha: float | None = None
 
 
-def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
-    """Return the plan under which the target drafts for itself; None where --draft has none.
-
-    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
-    InputError for a plan that cannot be read.
-    """
-    shipped = folder / "plan.json"
-    if options.draft == "exit":
-        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    elif options.draft == "lowbit":
-        chosen = low_bit_plan(layers)
-    elif isinstance(options.plan, DraftPlan):
-        chosen = options.plan
-        if chosen.plan.num_layers != layers:
-            raise InputError(f"the plan has {chosen.plan.num_layers} layers, the model {layers}")
-    elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
-        chosen = read_plan(Path(options.plan or shipped), layers, folder)
-    else:
-        return None
-    plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
-    return replace(chosen, plan=replace(plan, window=options.window or plan.window))
-
-
-def low_bit_plan(layers: int) -> DraftPlan:
-    """Return the plan of all layers in four bits."""
-    return DraftPlan(LayerPlan.full(layers).in_bits(BITS), GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
-
-
-def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, DraftPlan]:
-    """Return the plans by name among which --draft auto chooses."""
-    plans = {"low bits": low_bit_plan(layers)}
-    given = plan_for(options, folder, layers)
-    if given and given.gamma != 0 and given.plan != plans["low bits"].plan:
-        plans["plan"] = given
-    return plans
-
-
 def runnable(model: Decoder, plan: LayerPlan) -> LayerPlan:
     """Return the plan as the device runs it: a head in eight bits gets four where only four have a
     kernel. There, on a GPU, it would read the checkpoint's own weights.
     """
     return replace(plan, head=4) if plan.head == 8 and model.abilities.low_bits == (4,) else plan
-
-
-def rounding_seconds(config: ModelConfig, plan: LayerPlan) -> float:
-    """Return about the seconds that the low-bit copies of a plan take on a CPU."""
-    return low_bit_bytes(config, plan) / ROUNDED
 
 
 def plan_in_words(plan: LayerPlan) -> str:
@@ -126,8 +74,8 @@ def plan_in_words(plan: LayerPlan) -> str:
     elif attention == mlp == [*range(exit_layer, plan.num_layers)]:
         words = f"exit at layer {exit_layer} of {plan.num_layers}"
     else:
-        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers"
-        words += ", others" if bits else ""
+        others = ", others" if bits else ""
+        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers{others}"
     words += f" in {bits} bits" if bits else ""
     return f"{words}, newest {plan.window} tokens" if plan.window else words
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING
 
@@ -110,14 +111,14 @@ class Slot:
     the tokens whose entries it holds.
 
     The first ``in_chunks`` of them were read in the chunks of a whole prompt. ``draft_caches`` are
-    those of draft models, by name.
+    those of draft models, by folder.
     """
 
     cache: KVCache
     text: Text | None = None
     tokens: list[int] = field(default_factory=list)
     in_chunks: int = 0
-    draft_caches: dict[str, KVCache] = field(default_factory=dict)
+    draft_caches: dict[Path, KVCache] = field(default_factory=dict)
 
     @torch.inference_mode()
     def read(self, sample: Sample, target: Model) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import RLock
 
 from app.chat import Chat
@@ -95,13 +96,12 @@ class Session(LoadedModel):
         """Return the token ids of a prompt. Raises InputError for what is none."""
         options = options or self.options
         ids = encode_prompt(self.tokenizer, prompt, options)
-        if options.stop or options.grammar_option:
-            end = self.labels.spelled(ids[-2 * len(THINK) :])
-            if end.rstrip().endswith(THINK):
-                say(
-                    "the chat template opens a thinking part: grammar and stop strings begin in it,"
-                    " not after it (see --chat-template-kwargs)"
-                )
+        end = self.labels.spelled(ids[-2 * len(THINK) :]).rstrip()
+        if (options.stop or options.grammar_option) and end.endswith(THINK):
+            say(
+                "the chat template opens a thinking part: grammar and stop strings begin in it, not"
+                " after it (see --chat-template-kwargs)"
+            )
         return ids
 
     def begin(
@@ -192,11 +192,9 @@ class Session(LoadedModel):
         """Return the next round. If no token can follow, the error has the grammar's reason."""
         try:
             return next(rounds)
-        except DeadEnd:
-            trouble = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
-            if trouble:
-                raise DeadEnd(trouble) from None
-            raise
+        except DeadEnd as error:
+            reason = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
+            raise DeadEnd(reason or str(error)) from None
 
     def finish(self, sample: Sample) -> Sample:
         """Write a text to its end, and return it."""
@@ -214,9 +212,8 @@ class Session(LoadedModel):
         positions = max((sample.source.longest for sample in samples), default=1)
         count = self.slots_for(len(samples), positions)
         if count > 1:
-            yield from self._rounds_together(
-                samples, [self.new_slot(positions) for _ in range(count)]
-            )
+            slots = [self.new_slot(positions) for _ in range(count)]
+            yield from self._rounds_together(samples, slots)
             return
         for sample in samples:
             for round in self.rounds(sample):
@@ -238,25 +235,22 @@ class Session(LoadedModel):
             for slot in others:
                 slot.copy_from(first)
         together = Together(self.model)
-        waiting = [*samples]
-        free = [*slots]
+        waiting = iter(samples)
         written: list[tuple[Sample, Round]] = []
         errors: list[InputError] = []
 
-        def write(sample: Sample) -> None:
-            slot = free.pop()
-            try:
-                for round in self.rounds(sample, slot, together):
-                    written.append((sample, round))
-            except InputError as error:
-                errors.append(error)
-            finally:
-                free.append(slot)
+        def write(slot: Slot) -> None:
+            for sample in waiting:  # the next that no other slot has taken
+                try:
+                    for round in self.rounds(sample, slot, together):
+                        written.append((sample, round))
+                except InputError as error:
+                    errors.append(error)
 
         try:
-            while waiting or together.loops:
-                while waiting and free:
-                    together.start(lambda: write(waiting.pop(0)))
+            for slot in slots:
+                together.start(partial(write, slot))
+            while together.loops:
                 together.step()
                 yield from written
                 written.clear()

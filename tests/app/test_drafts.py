@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app import offers, plan_file
+from app import loaded, offers
 from app.drafts import strategy_of
 from app.options import Options
-from app.plan_file import DraftPlan, low_bit_plan, optional_plans
+from app.plan_file import DraftPlan
 from app.session import Session, load
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from model.places import cache_folder
@@ -103,7 +103,7 @@ def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
     session = load("tiny-llama", plan=DraftPlan(plan, 3))
     session.written = math.inf
     eight, four = (
-        memory.low_bit_bytes(session.config, each) for each in (plan, low_bit_plan(LAYERS).plan)
+        memory.low_bit_bytes(session.config, each) for each in (plan, session.low_bit_plan.plan)
     )
     eight += 6 * session.config.vocab_size * session.config.hidden_size + 1  # while it is rounded
     for free, names in [
@@ -131,10 +131,11 @@ def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
     ids=str,
 )
 def test_auto_drafts_in_four_bits_and_with_a_plan_that_is_another_and_pays(
-    plan: dict[str, Any], names: list[str], tmp_path: Path
+    plan: dict[str, Any], names: list[str], session: Session, tmp_path: Path
 ) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps({"attn": [], "alpha": 0.9} | plan))
-    assert [*optional_plans(Options(), tmp_path, 4)] == names
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"attn": [], "alpha": 0.9} | plan))
+    assert [*session.optional_plans(Options(plan=str(file)))] == names
 
 
 def test_a_length_under_auto_is_a_cap(session: Session) -> None:
@@ -225,7 +226,7 @@ def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_alw
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``written``: tokens before. Under the ratio rule another draft would be another text."""
-    monkeypatch.setattr(plan_file, "ROUNDED", rate * plan_file.ROUNDED)
+    monkeypatch.setattr(loaded, "ROUNDED", rate * loaded.ROUNDED)
     session = load("tiny-llama", seed=1)
     session.written = written
     found(session, **options)
@@ -246,8 +247,8 @@ def test_the_seconds_that_copies_take_are_said_before_they_are_made(
 ) -> None:
     session = load("tiny-llama", max_new_tokens=4)
     said = recorded(monkeypatch, type(session.model), "prepare", lambda *_: capsys.readouterr().err)
-    seconds = memory.low_bit_bytes(session.config, low_bit_plan(session.config.num_layers).plan)
-    monkeypatch.setattr(plan_file, "ROUNDED", seconds / 7)
+    seconds = memory.low_bit_bytes(session.config, session.low_bit_plan.plan)
+    monkeypatch.setattr(loaded, "ROUNDED", seconds / 7)
     session.write(PROMPT, draft="lowbit")
     assert "rounding weights for drafts takes about 7.0 s" in said[0]
     session.write(PROMPT, draft="lowbit", window=8)
