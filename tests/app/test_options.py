@@ -76,12 +76,6 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
     assert exits.merged({"grammar": "g"}).merged({"regex": "a"}).grammar is None
 
 
-def test_a_seed_is_drawn_once() -> None:
-    seeded = Options().seeded()
-    assert seeded.seed is not None and seeded.seeded() == seeded and seeded.rule == seeded.rule
-    assert Options(seed=3).seeded() == Options(seed=3)
-
-
 @pytest.fixture(scope="module")
 def session() -> Session:
     return load("tiny-llama", max_new_tokens=12, draft="lookup")
