@@ -100,8 +100,10 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     options = sample.options
     possible = session.model.abilities.low_bits
     if options.bits and possible and options.bits not in possible:
-        kernels = " and ".join(map(str, possible))
-        raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
+        raise InputError(
+            f"--bits {options.bits}: this device has kernels for"
+            f" {' and '.join(map(str, possible))} bits only"
+        )
     chosen = session.plan_for(options)
     if chosen is None:
         raise InputError(
@@ -135,9 +137,9 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
             )
         session.draft_models[folder] = session.load(folder)
     model = session.draft_models[folder]
-    if folder not in slot.draft_caches:
-        slot.draft_caches[folder] = model.new_cache(slot.cache.capacity)
-    cache = slot.draft_caches[folder]
+    if model not in slot.draft_caches:
+        slot.draft_caches[model] = model.new_cache(slot.cache.capacity)
+    cache = slot.draft_caches[model]
     cache.truncate(0)
     model.step_of(cache)
     if target is not session.model:

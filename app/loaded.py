@@ -114,10 +114,8 @@ class LoadedModel:
         """Return a line of needed and free memory. Raises InputError with it where that is too
         small.
         """
-        copies = 0
-        if self.options.draft == "auto":
-            plans = self.optional_plans(self.options).values()
-            copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans)
+        plans = self.optional_plans(self.options) if self.options.draft == "auto" else {}
+        copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
         memory = self.memory(self.capacity(ids), len(ids))
         return check_fits(memory, self.device, optional_copies=copies)
 

@@ -100,8 +100,7 @@ def plans_at_hand(session: Session, sample: Sample, is_free: bool) -> dict[str, 
         copies = replace(plan, window=None)
         if copies.has_low_bits and copies not in session.prepared:
             pays = not is_free or copies_pay(session, chosen, sample.source.remaining)
-            fits = has_memory_for(model, [*new, copies])
-            if not (model.abilities.low_bits and pays and fits):
+            if not (pays and model.abilities.low_bits and has_memory_for(model, [*new, copies])):
                 continue
             new.append(copies)
         plans[name] = replace(chosen, plan=plan)

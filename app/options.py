@@ -363,8 +363,9 @@ class Options:
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters of the texts."""
-        own = fields(SamplingParams)
-        return SamplingParams(**{each.name: getattr(self, each.name) for each in own})
+        return SamplingParams(
+            **{each.name: getattr(self, each.name) for each in fields(SamplingParams)}
+        )
 
     def seeded(self) -> Options:
         """Return these options with a seed, which is drawn where none is given."""
@@ -388,12 +389,15 @@ class Options:
         return sampled if self.temperature else ""
 
     def merged(self, given: Mapping[str, Any]) -> Options:
-        """Return these options with those ``given`` to a call or in a request in their place.
+        """Return these options with those ``given`` to a call or in a request in their place, which
+        are not those of the model.
 
         Another kind of draft comes without the known options of drafting, and a grammar without
         the known one. Raises InputError.
         """
         known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
+        for name in given.keys() & {*OF_THE_MODEL}:
+            raise InputError(f"{name} is an option of load, not of a call", name)
         for name in given.keys() - known:
             raise InputError(f"no option is called {name}: give {', '.join(sorted(known))}", name)
         cleared: dict[str, Any] = {}

@@ -60,7 +60,7 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        given = self.merged(options)
+        given = self.options.merged(options)
         self.sample = sample = self.begin(self.encode(prompt, given), given)
         return sample
 
@@ -72,7 +72,7 @@ class Session(LoadedModel):
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        given = self.merged(options).seeded()
+        given = self.options.merged(options).seeded()
         samples = [
             self.begin(self.encode(prompt, given), given, number)
             for number, prompt in enumerate(prompts)
@@ -83,14 +83,6 @@ class Session(LoadedModel):
     def chat(self, **options: object) -> Chat:
         """Return a new conversation, with a cache of its own."""
         return Chat(self, options)
-
-    def merged(self, given: dict[str, object], options: Options | None = None) -> Options:
-        """Return the ``options``, by default the session's, with those ``given`` to a call in their
-        place.
-        """
-        if fixed := [name for name in OF_THE_MODEL if name in given]:
-            raise InputError(f"{fixed[0]} is an option of load, not of a call", fixed[0])
-        return (options or self.options).merged(given)
 
     def encode(self, prompt: Prompt, options: Options | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises InputError for what is none."""
@@ -297,7 +289,8 @@ class Session(LoadedModel):
 
 def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
     """Return a loaded model, with the options of the command line: see ``Session``."""
-    session = Session(Options().merged({"model": model, **options}))
+    of_model = {name: options.pop(name) for name in OF_THE_MODEL if name in options}
+    session = Session(Options(model=model, **of_model).merged(options))
     session.check_memory()
     _ = session.model
     return session

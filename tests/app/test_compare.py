@@ -69,7 +69,7 @@ def idle(monkeypatch: pytest.MonkeyPatch, model: str) -> Session:
 
 
 def written(session: Session, tokens: int) -> Sample:
-    options = session.merged({"max_new_tokens": tokens})
+    options = session.options.merged({"max_new_tokens": tokens})
     return session.finish(session.begin([5, 9, 2], options))
 
 

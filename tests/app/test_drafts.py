@@ -33,7 +33,7 @@ def session() -> Session:
 
 
 def found(session: Session, **options: Any) -> Any:
-    sample = session.begin(session.encode(PROMPT), session.merged(options))
+    sample = session.begin(session.encode(PROMPT), session.options.merged(options))
     slot = session.slot_for(sample.source.longest)
     slot.read(sample, session.model)
     return strategy_of(session, sample, slot, session.model)

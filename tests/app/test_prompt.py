@@ -86,7 +86,7 @@ def test_python_gives_paths_dtypes_devices_and_single_strings(
     assert (loaded.folder, loaded.dtype) == (thinker, torch.float32)
     assert loaded.options.device == "cpu"
     stops = ["x", ["x"], ("x",)]
-    assert {loaded.merged({"stop": each}).stop for each in stops} == {("x",)}
+    assert {loaded.options.merged({"stop": each}).stop for each in stops} == {("x",)}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_seed_repeats_its_texts_alone_and_together(
     options = {"temperature": 0.9, "seed": 11, "coupling": rule, "draft": draft}
     options["draft_model"] = "tiny-llama" if draft == "model" else None
     samples = session.write_all(PROMPTS, **options)
-    given = session.merged(options)
+    given = session.options.merged(options)
     for number, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
         alone = session.begin(session.encode(prompt), given, number)
         assert session.finish(alone).tokens == sample.tokens
@@ -139,7 +139,7 @@ def test_speed_counts_the_time_from_the_end_of_the_prompt_to_the_last_token(
 def test_ctrl_c_ends_all_texts_and_keeps_what_was_written(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = session.merged({"draft": "none"})
+    given = session.options.merged({"draft": "none"})
     samples = [session.begin(session.encode(prompt), given) for prompt in PROMPTS]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupted(patch, type(session.model), "together", 7)
