@@ -27,8 +27,8 @@ LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
 LONG = 2048  # tokens of a text beyond which windows may pay
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
-READ = {*SUBLAYERS, "bits", "head_bits", "window", "gamma", "threshold", "alpha", "model"}
 PROVENANCE = {
+    "model",
     "acceptance_rate",
     "predicted_speedup",
     "measured_speedup",
@@ -109,14 +109,14 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         raise InputError(
             f'{path}: a plan file holds one object like {{"attn": [3, 7], "mlp": [5]}}'
         )
-    for key in raw.keys() - READ - PROVENANCE:
+    keys = wanted_of(num_layers)
+    for key in raw.keys() - keys.keys() - PROVENANCE:
         raise InputError(f"{path}: the key {key!r:.80} is unknown: correct it, or leave it out")
-
     if folder is not None and raw.get("model") and raw["model"] != model_fingerprint(folder):
         raise InputError(
             f"{path} was made for another model than {folder}: run python -m search for this one"
         )
-    for key, (fits, wanted) in wanted_of(num_layers).items():
+    for key, (fits, wanted) in keys.items():
         if raw.get(key) is not None and not fits(raw[key]):
             raise InputError(f"{path}: {key} must be {wanted}, found {raw[key]!r:.80}")
     bits = raw.get("bits") or FULL

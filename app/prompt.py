@@ -84,17 +84,14 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     wanted = 'a message is {"role": ..., "content": ...}, two strings of UTF-8'
     with explaining(wanted, (KeyError, TypeError, UnicodeError)):
         "".join(each[name] for each in messages for name in ("role", "content")).encode()
-    messages = [*messages]
-    has_system = bool(messages) and messages[0]["role"] == "system"
-    if options.system is not None and not has_system:
+    if options.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system}, *messages]
-        has_system = True
     variables = read_json_option(options, "chat_template_kwargs")
     encode = partial(tokenizer.encode_chat, variables=variables)
     if options.json_schema is None:
         return encode(messages)
     line = f"Answer in JSON that follows this schema: {read_grammar(options, 'json_schema')}"
-    if not has_system:
+    if messages[0]["role"] != "system":
         with suppress(InputError):
             return encode([{"role": "system", "content": line}, *messages])
     first = {**messages[0], "content": f"{messages[0]['content']}\n{line}"}

@@ -148,17 +148,16 @@ class Session(LoadedModel):
             loaded = now(self.device)
             slot.read(sample, target)
             sample.prompt_seconds = now(self.device) - loaded
-            strategy = strategy_of(self, sample, slot, target)
-            sample.draft = strategy.name
-            sample.is_plain = strategy.policy.gamma == 0
+            sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
+            sample.is_plain = policy.gamma == 0
         began = now(self.device)
         sample.wait = began - called
         rounds = speculate(
             target,
             slot.cache,
             text,
-            strategy.drafter,
-            strategy.policy,
+            drafter,
+            policy,
             sample.options.params,
             sample.rule.randomness(self.device),
             sample.rule.verify,
