@@ -178,8 +178,10 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     drawn = {"temperature": 1.0, "seed": 1, "coupling": coupling}
     session = load("tiny-llama", max_new_tokens=60, plan=own, **drawn)
     session.make_copies_at_once()
+    found(session, temperature=0.0)  # whose costs are measured
     costs_at = found(session).policy.costs_at
     counted = [costs_at(length) for length in (5, 8, 9, 32, 33, 64)]
+    assert {costs.timed for costs in counted} == {coupling == "race"}
     short = ["low bits", "plan"]  # a plan's own window is its maker's choice
     assert [[*costs.steps] for costs in counted] == [short] * 4 + [[*short, "low bits, newest"]] * 2
     different = [before != after for before, after in pairwise(counted)]
@@ -224,10 +226,10 @@ def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_alw
 def test_a_session_counts_what_it_writes_and_a_warm_up_makes_all_copies() -> None:
     session = load("tiny-llama", max_new_tokens=6)
     for _ in range(2):
-        session.write(PROMPT)
-    assert session.written == 12 and not session.prepared
+        session.write(PROMPT, draft="exit", exit_layer=LAYERS)
+    assert session.written == 12
     session.warm_up([0, 0])
-    assert session.prepared
+    assert session.low_bit_plan.plan in session.prepared
 
 
 def test_the_seconds_that_copies_take_are_said_before_they_are_made(

@@ -162,5 +162,10 @@ def test_a_dead_end_is_told_with_the_grammars_reason(
     session = generate.load(str(chat_model), draft="none", regex="[ab]{9}", max_new_tokens=9)
     nothing = torch.zeros(session.config.vocab_size, dtype=torch.bool)
     reason = "the regular expression: too many states"
-    monkeypatch.setattr(GrammarConstraint, "_compute", lambda *_: (nothing, reason))
+    compute = GrammarConstraint._compute
+    monkeypatch.setattr(
+        GrammarConstraint,
+        "_compute",
+        lambda self, written: (nothing, reason) if written else compute(self, written),
+    )
     assert refusal(session.write, PROMPT) == reason
