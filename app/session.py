@@ -291,5 +291,5 @@ def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
     of_model = {name: options.pop(name) for name in OF_THE_MODEL if name in options}
     session = Session(Options(model=model, **of_model).merged(options))
     session.check_memory()
-    _ = session.model
+    _ = session.model  # loads it
     return session

@@ -152,8 +152,9 @@ def test_where_the_template_refuses_system_messages_the_first_message_tells_it(
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer.chat_template = refusing + tokenizer.chat_template
     told = encode_prompt(tokenizer, "hi", Options(json_schema="{}"))
-    first = "hi\nAnswer in JSON that follows this schema: {}"
-    assert told == encode_prompt(tokenizer, first, Options())
+    assert told == encode_prompt(
+        tokenizer, "hi\nAnswer in JSON that follows this schema: {}", Options()
+    )
 
 
 def test_a_dead_end_is_told_with_the_grammars_reason(

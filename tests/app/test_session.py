@@ -31,6 +31,7 @@ def test_a_text_is_the_same_written_streamed_and_in_shared_steps(session: Sessio
     assert "".join(session.stream(FOX, **options)) == sample.text
     assert session.write_all(PROMPTS, **options)[0].tokens == sample.tokens
     assert (len(sample.tokens), sample.finish) == (12, "length") and sample.speed > 0
+    assert repr(sample).startswith("Sample(") and len(repr(sample)) < 120, "without its rounds"
     assert generate.generate("tiny-llama", FOX, **OPTIONS, **options).text == sample.text
 
 
@@ -187,9 +188,3 @@ def test_the_context_that_a_model_is_loaded_with_ends_every_text() -> None:
     for sample in (small.write(FOX), *small.write_all([FOX])):
         assert (len(sample.source), sample.finish) == (20, "length")
     assert "20 are used" in refusal(small.write, FOX * 4)
-
-
-def test_a_sample_is_shown_in_one_short_line(session: Session) -> None:
-    """Without its rounds."""
-    sample = session.write(FOX, max_new_tokens=90)
-    assert repr(sample).startswith("Sample(") and len(repr(sample)) < 120
