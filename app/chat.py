@@ -23,7 +23,7 @@ class Chat:
     def __init__(self, session: Session, options: dict[str, object]) -> None:
         self.session = session
         self.options = options
-        system = session.merged(options).system
+        system = session.options.merged(options).system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.slot: Slot | None = None
         self.sample: Sample | None = None
@@ -48,7 +48,7 @@ class Chat:
     def rounds(self, text: str, **options: object) -> Iterator[Round]:
         """Return the rounds in which the model's answer is written, which is then ``sample``."""
         session = self.session
-        given = session.merged(self.options, options)
+        given = session.options.merged(self.options).merged(options)
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
         context = self.slot.cache.capacity

@@ -1,10 +1,9 @@
 """Drafts: from options to a ``Strategy``, the drafter and the policy of a text.
 
 ``KINDS`` has the values of ``--draft``. Take ``lowbit`` as an example. Its maker is ``by_plan``: it
-takes the plan of ``plan_for``, all layers in four bits, lets the session make its low-bit copies,
-and gives a ``ModelDrafter`` under this plan with the plan's own policy. ``with_policy`` then puts
-that of ``--gamma``, ``--adaptive`` and ``--min-target-confidence`` in its place. A new kind is a
-function like ``by_plan`` and a row in ``KINDS``.
+asks the session for the plan, all layers in four bits, lets it make the low-bit copies, and gives a
+``ModelDrafter`` under this plan. ``policy_of`` gives the policy: what --gamma and --adaptive do not
+say, the plan says. A new kind is a function like ``by_plan`` and a row in ``KINDS``.
 
 Knows nothing of screens and requests.
 """
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.plan_file import GAMMA, plan_for, plan_in_words, runnable
+from app.plan_file import GAMMA, plan_in_words, runnable
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
@@ -38,14 +37,11 @@ START_SAMPLED = 0.5
 
 
 class Strategy(NamedTuple):
-    """Drafter and policy of a text, with a ``name`` that is shown. ``gamma`` is the draft length
-    that a plan names, if it does.
-    """
+    """Drafter and policy of a text, with a ``name`` that is shown."""
 
     name: str
     drafter: Drafter
     policy: Policy
-    gamma: int | None = None
 
 
 def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
@@ -57,12 +53,12 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     options = sample.options
     if options.gamma == 0:
         return plain("plain: --gamma 0 drafts nothing")
-    kind = kind_of(options.draft)
     with explaining(
         f"--draft {options.draft} lacks a file of this project", (ModuleNotFoundError,)
     ):
-        strategy = with_policy(kind.make(session, sample, slot, target), options)
-    drafter = strategy.drafter
+        name, drafter, policy = kind_of(options.draft).make(session, sample, slot, target)
+    if options.min_target_confidence is not None and policy.gamma:
+        policy = ConfidenceGate(policy, options.min_target_confidence)
     if target is not session.model and options.draws_alike:
         from decoding.together import ForFew
 
@@ -71,26 +67,20 @@ def strategy_of(session: Session, sample: Sample, slot: Slot, target: Model) -> 
         from decoding.grammar import ForcedTokens
 
         drafter = ForcedTokens(drafter, sample.grammar)
-    return strategy._replace(drafter=drafter)
+    return Strategy(name, drafter, policy)
 
 
-def with_policy(strategy: Strategy, options: Options) -> Strategy:
-    """Return the strategy with the policy of ``--gamma`` and ``--adaptive`` in place of its own,
-    and with the gate of ``--min-target-confidence`` around it. A plain strategy stays plain, unless
-    ``--gamma`` asks for drafts.
+def policy_of(options: Options, gamma: int | None = None, threshold: float | None = None) -> Policy:
+    """Return the policy of --gamma and --adaptive. What they do not say, a plan may say: its draft
+    length ``gamma``, and the confidence ``threshold`` below which its drafts end.
     """
-    policy = strategy.policy
-    if not (policy.gamma or options.gamma):
-        return strategy
+    length = options.gamma or gamma
     if options.adaptive:
         first = START_SAMPLED if options.temperature else START_GREEDY
-        longest = options.gamma or strategy.gamma or LONGEST_ADAPTIVE
-        policy = AdaptiveExit(getattr(policy, "threshold", first), longest)
-    elif options.draft != "auto" and (options.gamma or options.adaptive is False):
-        policy = FixedLength(options.gamma or policy.gamma)
-    if options.min_target_confidence is not None:
-        policy = ConfidenceGate(policy, options.min_target_confidence)
-    return strategy._replace(policy=policy)
+        return AdaptiveExit(threshold or first, length or LONGEST_ADAPTIVE)
+    if threshold and options.gamma is None and options.adaptive is None:
+        return AdaptiveExit(threshold, length or GAMMA, step=0.0)
+    return FixedLength(length or GAMMA)
 
 
 def plain(name: str = "plain") -> Strategy:
@@ -100,7 +90,7 @@ def plain(name: str = "plain") -> Strategy:
 
 def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that copies what followed an earlier occurrence of the text's end."""
-    return Strategy("prompt lookup", PromptLookup(), FixedLength(GAMMA))
+    return Strategy("prompt lookup", PromptLookup(), policy_of(sample.options))
 
 
 def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
@@ -110,9 +100,11 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     options = sample.options
     possible = session.model.abilities.low_bits
     if options.bits and possible and options.bits not in possible:
-        kernels = " and ".join(map(str, possible))
-        raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
-    chosen = plan_for(options, session.folder, session.model.num_layers)
+        raise InputError(
+            f"--bits {options.bits}: this device has kernels for"
+            f" {' and '.join(map(str, possible))} bits only"
+        )
+    chosen = session.plan_for(options)
     if chosen is None:
         raise InputError(
             f"{session.folder} has no plan.json: give --plan FILE, or find a plan with"
@@ -122,7 +114,8 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
         return plain("plain: by the plan, no draft pays")
     plan = runnable(session.model, chosen.plan)
     drafter = plan_drafter(session, plan, slot, target)
-    return Strategy(plan_in_words(plan), drafter, chosen.new_policy(), chosen.gamma)
+    policy = policy_of(options, chosen.gamma, chosen.threshold)
+    return Strategy(plan_in_words(plan), drafter, policy)
 
 
 def plan_drafter(session: Session, plan: LayerPlan, slot: Slot, target: Model) -> ModelDrafter:
@@ -136,28 +129,27 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
     """Return a smaller model of the same tokens, with a cache of its own, which reads the prompt
     when it first drafts.
     """
-    name = sample.options.draft_model
-    folder = model_folder(name)
-    if name not in session.draft_models:
+    folder = model_folder(sample.options.draft_model)
+    if folder not in session.draft_models:
         if not are_alike(session.tokenizer, Tokenizer(folder)):
             raise InputError(
                 f"{folder} has another vocabulary: a draft model must share the target's tokenizer"
             )
-        session.draft_models[name] = session.load(folder)
-    model = session.draft_models[name]
-    if name not in slot.draft_caches:
-        slot.draft_caches[name] = model.new_cache(slot.cache.capacity)
-    cache = slot.draft_caches[name]
+        session.draft_models[folder] = session.load(folder)
+    model = session.draft_models[folder]
+    if model not in slot.draft_caches:
+        slot.draft_caches[model] = model.new_cache(slot.cache.capacity)
+    cache = slot.draft_caches[model]
     cache.truncate(0)
     model.step_of(cache)
     if target is not session.model:
         from decoding.together import Together
 
         model = Together(model, target)
-    drafter = ModelDrafter(model, cache)
-    is_short = model.max_positions < sample.source.longest
-    until = f", up to its context of {model.max_positions} tokens" * is_short
-    return Strategy(f"draft model {folder.name}{until}", drafter, FixedLength(GAMMA))
+    name = f"draft model {folder.name}"
+    if model.max_positions < sample.source.longest:
+        name += f", up to its context of {model.max_positions} tokens"
+    return Strategy(name, ModelDrafter(model, cache), policy_of(sample.options))
 
 
 def are_alike(ours: Tokenizer, theirs: Tokenizer) -> bool:
@@ -189,7 +181,7 @@ def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -
     blame = blaming(kind, in_text=True)
     checked.propose = blame(checked.propose)
     checked.rollback = blame(checked.rollback)
-    return Strategy(f"{name} of {Path(file).name}", checked, FixedLength(GAMMA))
+    return Strategy(f"{name} of {Path(file).name}", checked, policy_of(sample.options))
 
 
 @contextmanager
@@ -206,18 +198,17 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         file = kind.rpartition(":")[0]
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f", line {each.lineno}" for each in frames if each.filename == file]
-        where = "".join([kind, *own[-1:]])
-        said = InputError(f"--draft {where}: {typed_line(error)}")
-        raise said from (error if in_text else None)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        where = f"{kind}, line {lines[-1]}" if lines else kind
+        cause = error if in_text else None
+        raise InputError(f"--draft {where}: {typed_line(error)}") from cause
 
 
 def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that takes the best of several drafts in each round."""
-    from app.offers import Offers
+    from app.offers import auto_strategy
 
-    session.offers = session.offers or Offers(session)
-    return session.offers.strategy(sample, slot, target)
+    return auto_strategy(session, sample, slot, target)
 
 
 class Kind(NamedTuple):

@@ -1,6 +1,7 @@
 """A loaded model: a checkpoint's config, tokenizer and weights, as the options of the model ask.
 
-It says what memory it takes, and makes low-bit copies for drafts. Knows nothing of texts.
+It says what memory it takes, under which plans it may draft for itself, and makes their low-bit
+copies. Knows nothing of texts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from app.characters import Labels
 from app.common.command_line import say
 from app.common.device import pick_device
 from app.options import Options
-from app.plan_file import LONGEST_DRAFT, optional_plans, plan_for, rounding_seconds
+from app.plan_file import GAMMA_LOW_BITS, LONGEST_DRAFT, DraftPlan, read_plan
 from app.prompt import check_ids
 from model.decoder import Decoder
+from model.errors import InputError
 from model.plan import LayerPlan
 from weights.importance import set_importance
 from weights.load import load_model, model_folder, pick_dtype, read_config, shown_name
@@ -28,18 +30,24 @@ from weights.memory import Memory, check_fits, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from app.offers import Offers
     from decoding.grammar import Vocabulary
 
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
 NOTICED = 0.5  # seconds: copies that take less are made without a line
+BITS = 4  # of a low-bit draft by default
+PRIOR_LOW_BITS = 0.85  # acceptance of such a draft before any is observed
+ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
 
 
 class LoadedModel:
-    """Model with its tokenizer. The weights are loaded when they are first used."""
+    """Model with its tokenizer. The weights are loaded when they are first used.
 
-    def __init__(self, options: Options, model: Decoder | None = None) -> None:
-        """``model`` is a loaded one, by default that of the options. Raises InputError."""
+    Raises InputError.
+    """
+
+    def __init__(self, options: Options) -> None:
         self.options = options
         self.folder = model_folder(options.model, options.revision)
         self.name = shown_name(self.folder)
@@ -49,10 +57,9 @@ class LoadedModel:
         self.dtype = pick_dtype(options.dtype, self.folder, self.device)
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
-        self.draft_models: dict[str, Decoder] = {}
+        self.draft_models: dict[Path, Decoder] = {}  # by folder
         self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows
-        if model is not None:
-            self.model = model
+        self.offers: Offers | None = None  # of --draft auto
 
     @cached_property
     def model(self) -> Decoder:
@@ -90,7 +97,7 @@ class LoadedModel:
         Raises InputError for a draft model or a plan that cannot be read.
         """
         options = self.options
-        chosen = plan_for(options, self.folder, self.config.num_layers)
+        chosen = self.plan_for(options)
         of_draft = options.draft_model and read_config(model_folder(options.draft_model))
         return estimate(
             self.local_config,
@@ -107,12 +114,55 @@ class LoadedModel:
         """Return a line of needed and free memory. Raises InputError with it where that is too
         small.
         """
-        copies = 0
-        if self.options.draft == "auto":
-            plans = optional_plans(self.options, self.folder, self.config.num_layers)
-            copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
+        plans = self.optional_plans(self.options) if self.options.draft == "auto" else {}
+        copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
         memory = self.memory(self.capacity(ids), len(ids))
         return check_fits(memory, self.device, optional_copies=copies)
+
+    def plan_for(self, options: Options) -> DraftPlan | None:
+        """Return the plan under which the target drafts for itself; None where --draft has none.
+
+        Of exit the first layers, by default half of them; of lowbit all layers, by default in four
+        bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
+        InputError for a plan that cannot be read.
+        """
+        layers = self.config.num_layers
+        shipped = self.folder / "plan.json"
+        if options.draft == "exit":
+            exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+            chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+        elif options.draft == "lowbit":
+            chosen = self.low_bit_plan
+        elif isinstance(options.plan, DraftPlan):
+            chosen = options.plan
+            if chosen.plan.num_layers != layers:
+                raise InputError(
+                    f"the plan has {chosen.plan.num_layers} layers, the model {layers}"
+                )
+        elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
+            chosen = read_plan(Path(options.plan or shipped), layers, self.folder)
+        else:
+            return None
+        plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
+        return replace(chosen, plan=replace(plan, window=options.window or plan.window))
+
+    @property
+    def low_bit_plan(self) -> DraftPlan:
+        """The plan of all layers in four bits."""
+        plan = LayerPlan.full(self.config.num_layers).in_bits(BITS)
+        return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
+
+    def optional_plans(self, options: Options) -> dict[str, DraftPlan]:
+        """Return the plans by name among which --draft auto chooses."""
+        plans = {"low bits": self.low_bit_plan}
+        given = self.plan_for(options)
+        if given and given.gamma != 0 and given.plan != self.low_bit_plan.plan:
+            plans["plan"] = given
+        return plans
+
+    def rounding_seconds(self, plan: LayerPlan) -> float:
+        """Return about the seconds that the low-bit copies of a plan take on a CPU."""
+        return low_bit_bytes(self.config, plan) / ROUNDED
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how
@@ -122,10 +172,12 @@ class LoadedModel:
         if copies in self.prepared:
             return
         if copies.has_low_bits and not self.model.abilities.low_bits:
-            where = f"{self.model.dtype} on {self.device.type}"
-            say(f"drafts in low bits are no faster here: there are no kernels for {where}")
+            say(
+                "drafts in low bits are no faster here: there are no kernels for"
+                f" {self.model.dtype} on {self.device.type}"
+            )
         elif copies.has_low_bits:
-            seconds = rounding_seconds(self.config, copies)
+            seconds = self.rounding_seconds(copies)
             if self.device.type == "cpu" and seconds > NOTICED:
                 say(f"rounding weights for drafts takes about {seconds:.1f} s")
             set_importance(self.model, self.tokenizer, self.folder)

@@ -6,17 +6,15 @@ Knows nothing of how it chooses.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from app.drafts import Strategy, plan_drafter
-from app.plan_file import LONG, DraftPlan, optional_plans, rounding_seconds, runnable
+from app.plan_file import LONG, DraftPlan, runnable
 from decoding.auto import LONGEST, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Drafter, PromptLookup
 from decoding.model_port import Model
 from decoding.rounds import expected_speedup
-from model.cache import KVCache
 from model.plan import LayerPlan
 from weights.memory import bytes_read, has_memory_for
 
@@ -32,85 +30,94 @@ SHORT = 512  # tokens up to which costs hardly depend on a text's length
 ROUND_OVERHEAD = 20e6
 ROW = 0.03
 ROW_OVERHEAD = 2e6
-READ = 38e9  # bytes that a plain round reads in a second, where ``plan_file.ROUNDED`` was measured
+READ = 38e9  # bytes that a plain round reads in a second, where ``loaded.ROUNDED`` was measured
 
 
+@dataclass
 class Offers:
-    """Offers to the texts of a session.
+    """What a session learns of its offers, for texts that no draft can change: their estimates, and
+    costs by plans and length.
+    """
+
+    estimates: Estimates = field(default_factory=Estimates)
+    costs: dict[tuple[object, ...], Costs] = field(default_factory=dict)
+
+
+def auto_strategy(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
+    """Return the strategy that takes the best of lookup, low bits and the plan: see ``Auto``.
 
     Texts that no draft can change are *free*: they share their estimates and measured costs, and
     short ones draft without low-bit copies. The others begin anew, with the same offers and with
-    costs by bytes, so that a seed repeats its text.
+    costs by bytes, so that a seed repeats its text. Costs are measured now: the prompt is read, and
+    the text is not timed yet.
     """
+    session.offers = session.offers or Offers()
+    offers = session.offers
+    is_free = sample.options.draws_alike and session.model.abilities.why_rows_vary is None
+    plans = plans_at_hand(session, sample, is_free)
+    windows = short_sighted(plans) if sample.source.longest > LONG else {}
+    chosen = plans | windows
+    drafters: dict[str, Drafter] = {
+        name: plan_drafter(session, each.plan, slot, target) for name, each in chosen.items()
+    }
+    drafters["lookup"] = PromptLookup()
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.estimates = Estimates()
-        self.costs: dict[tuple[object, ...], dict[int, Costs]] = {}  # of plans, by length
+    def costs_at(length: int) -> Costs:
+        """Return the costs after a text of this length, counted anew where it has doubled."""
+        at_most = 1 << (max(SHORT, length) - 1).bit_length()
+        at_hand = chosen if at_most > LONG else plans
+        key = (is_free, at_most, *at_hand.items())
+        if key not in offers.costs:
+            found = {name: each.plan for name, each in at_hand.items()}
+            offers.costs[key] = (
+                measured_costs(session.model, slot.cache, found)
+                if is_free
+                else costs_by_bytes(session, found, at_most)
+            )
+        return offers.costs[key]
 
-    def strategy(self, sample: Sample, slot: Slot, target: Model) -> Strategy:
-        """Return the strategy that takes the best of lookup, low bits and the plan: see ``Auto``.
+    costs_at(len(sample.source))
+    chooser = Auto(
+        drafters,
+        costs_at,
+        offers.estimates if is_free else None,
+        priors={name: each.alpha for name, each in chosen.items() if each.alpha},
+        by_confidence=session.device.type == "cpu",  # a GPU would synchronise for each token
+        longest=sample.options.gamma,
+    )
+    return Strategy("auto", chooser, chooser)
 
-        Costs are measured now: the prompt is read, and the text is not timed yet.
-        """
-        session = self.session
-        is_free = sample.options.draws_alike and session.model.abilities.why_rows_vary is None
-        plans = self._plans(sample, is_free)
-        windows = short_sighted(plans) if sample.source.longest > LONG else {}
-        chosen = plans | windows
-        drafters: dict[str, Drafter] = {
-            name: plan_drafter(session, each.plan, slot, target) for name, each in chosen.items()
-        }
-        drafters["lookup"] = PromptLookup()
-        known = self.costs.setdefault((is_free, *chosen.items()), {})
-        costs = CostsByLength(session, slot.cache, plans, windows, is_free, known)
-        costs(len(sample.source))
-        chooser = Auto(
-            drafters,
-            costs,
-            self.estimates if is_free else None,
-            priors={name: each.alpha for name, each in chosen.items() if each.alpha},
-            by_confidence=session.device.type == "cpu",  # a GPU would synchronise for each token
-            longest=sample.options.gamma,
-        )
-        return Strategy("auto", chooser, chooser)
 
-    def _plans(self, sample: Sample, is_free: bool) -> dict[str, DraftPlan]:
-        """Return the plans to draft under, by name, as the device runs them: their low bits are
-        fast, and their copies are made already, or fit into memory and pay.
-        """
-        session = self.session
-        model = session.model
-        found = optional_plans(sample.options, session.folder, model.num_layers)
-        plans: dict[str, DraftPlan] = {}
-        new: list[LayerPlan] = []  # whose copies are to be made
-        for name, chosen in found.items():
-            plan = runnable(model, chosen.plan)
-            copies = replace(plan, window=None)
-            if copies.has_low_bits and copies not in session.prepared:
-                pays = not is_free or self._pays(chosen, sample.source.remaining)
-                fits = has_memory_for(model, [*new, copies])
-                if not (model.abilities.low_bits and pays and fits):
-                    continue
-                new.append(copies)
-            plans[name] = replace(chosen, plan=plan)
-        return plans
+def plans_at_hand(session: Session, sample: Sample, is_free: bool) -> dict[str, DraftPlan]:
+    """Return the plans to draft under, by name, as the device runs them: their low bits are fast,
+    and their copies are made already, or fit into memory and pay.
+    """
+    model = session.model
+    plans: dict[str, DraftPlan] = {}
+    new: list[LayerPlan] = []  # whose copies are to be made
+    for name, chosen in session.optional_plans(sample.options).items():
+        plan = runnable(model, chosen.plan)
+        copies = replace(plan, window=None)
+        if copies.has_low_bits and copies not in session.prepared:
+            pays = not is_free or copies_pay(session, chosen, sample.source.remaining)
+            if not (pays and model.abilities.low_bits and has_memory_for(model, [*new, copies])):
+                continue
+            new.append(copies)
+        plans[name] = replace(chosen, plan=plan)
+    return plans
 
-    def _pays(self, chosen: DraftPlan, tokens: int) -> bool:
-        """Return whether the low-bit copies of a plan would save more time than they take, at its
-        prior acceptance, over these tokens and as many as the session has written: rent or buy.
-        """
-        session = self.session
-        if session.written == math.inf:
-            return True
-        itemsize = session.model.dtype.itemsize
-        full = bytes_read(session.config, LayerPlan.full(session.model.num_layers), itemsize)
-        draft = bytes_read(session.config, chosen.plan, itemsize)
-        rate = chosen.alpha or PRIOR_RATE
-        cost = draft / full + ROW
-        speedup = max(expected_speedup(rate, k, cost, 1.0) for k in range(1, LONGEST + 1))
-        saved = (1 - 1 / speedup) * full / READ  # seconds a token
-        return (session.written + tokens) * saved > rounding_seconds(session.config, chosen.plan)
+
+def copies_pay(session: Session, chosen: DraftPlan, tokens: int) -> bool:
+    """Return whether the low-bit copies of a plan would save more time than they take, at its prior
+    acceptance, over these tokens and as many as the session has written: rent or buy.
+    """
+    itemsize = session.model.dtype.itemsize
+    full = bytes_read(session.config, LayerPlan.full(session.model.num_layers), itemsize)
+    cost = bytes_read(session.config, chosen.plan, itemsize) / full + ROW
+    rate = chosen.alpha or PRIOR_RATE
+    speedup = max(expected_speedup(rate, k, cost, 1.0) for k in range(1, LONGEST + 1))
+    saved = (1 - 1 / speedup) * full / READ  # seconds a token
+    return (session.written + tokens) * saved > session.rounding_seconds(chosen.plan)
 
 
 def short_sighted(plans: dict[str, DraftPlan]) -> dict[str, DraftPlan]:
@@ -120,34 +127,6 @@ def short_sighted(plans: dict[str, DraftPlan]) -> dict[str, DraftPlan]:
         for name, chosen in plans.items()
         if not chosen.plan.window
     }
-
-
-@dataclass
-class CostsByLength:
-    """Costs of draft steps and rows for ``Auto``, which count anew where a text has doubled.
-
-    Those ``known`` from other texts serve too. Only long texts have ``windows``.
-    """
-
-    session: Session
-    cache: KVCache
-    plans: dict[str, DraftPlan]
-    windows: dict[str, DraftPlan]
-    is_measured: bool
-    known: dict[int, Costs]
-
-    def __call__(self, length: int) -> Costs:
-        """Return the costs after a text of this length."""
-        at_most = 1 << (max(SHORT, length) - 1).bit_length()
-        if at_most not in self.known:
-            chosen = self.plans | self.windows if at_most > LONG else self.plans
-            plans = {name: each.plan for name, each in chosen.items()}
-            self.known[at_most] = (
-                measured_costs(self.session.model, self.cache, plans)
-                if self.is_measured
-                else costs_by_bytes(self.session, plans, at_most)
-            )
-        return self.known[at_most]
 
 
 def costs_by_bytes(session: Session, plans: dict[str, LayerPlan], positions: int) -> Costs:

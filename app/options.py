@@ -37,21 +37,19 @@ OF_THE_COMMAND = (
     *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
     *("serve", "allow_host", "queue", "interactive"),
 )
-ACCEPTED = {float: (int, float), list: tuple}  # by an option's type, where it is another
-WANTED = {
-    int: "a whole number",
-    float: "a number",
-    bool: "True or False",
-    str: "a string",
-    list: "a list of strings",
+TYPES = {  # by an option's type: the types of its values, and their name
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    bool: (bool, "True or False"),
+    str: (str, "a string"),
+    list: (tuple, "a list of strings"),
 }
-EPILOG = """kinds of draft:
-{kinds}
-
-examples:
+EPILOG = """examples:
   python generate.py "Why is the sky blue?" --trace --compare
   python generate.py "Write a short story about a fox." --draft lookup --temperature 0.7 --seed 1
   python generate.py --serve 8000 --model tiny-llama
+
+kinds of draft:
 """
 
 
@@ -73,9 +71,19 @@ def option(
     Python may also give a value of the types ``also``. A number lies between ``least``, if
     given, and ``most``. ``group`` heads the option in --help, and ``short`` is its short name.
     """
-    metadata = {"type": type, "also": also, "choices": choices, "least": least, "most": most}
-    metadata |= {"help": help, "group": group, "short": short, "metavar": metavar}
-    return field(default=default, metadata=metadata)
+    return field(
+        default=default,
+        metadata={
+            "help": help,
+            "type": type,
+            "also": also,
+            "group": group,
+            "short": short,
+            "metavar": metavar,
+            "choices": choices,
+            "bounds": (least, most),
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -138,8 +146,9 @@ class Options:
     )
     gamma: int | None = option(
         None,
-        "most tokens drafted per round (default: chosen with auto, the plan's with skip,"
-        f" {GAMMA_LOW_BITS} with lowbit, else {GAMMA}, or {LONGEST_ADAPTIVE} with --adaptive)",
+        "most tokens drafted per round, in place of a plan's number and threshold (default: chosen"
+        f" with auto, the plan's with skip, {GAMMA_LOW_BITS} with lowbit, else {GAMMA}, or"
+        f" {LONGEST_ADAPTIVE} with --adaptive)",
         type=int,
         group="drafting",
         metavar="N",
@@ -318,9 +327,8 @@ class Options:
         if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
         of_one_prompt = (self.prompt, self.prompt_file, self.compare, self.json, self.dry_run)
-        has_prompt = any(of_one_prompt) or self.num_samples > 1
-        is_alone = sum(map(bool, (has_prompt, self.interactive, self.serve))) <= 1
-        if not is_alone or (self.serve and self.trace):
+        uses = (any(of_one_prompt) or self.num_samples > 1, self.interactive, self.serve)
+        if sum(map(bool, uses)) > 1 or (self.serve and self.trace):
             raise InputError(
                 "--serve and --interactive stand alone: they take no prompt, --num-samples,"
                 " --compare, --json or --dry-run, and --serve no --trace"
@@ -330,8 +338,8 @@ class Options:
         _ = self.params  # which checks its numbers
 
     def _check_draft(self) -> None:
-        file, _, name = self.draft.rpartition(":")
-        if self.draft not in KINDS and not (file and name):
+        file, _, class_name = self.draft.rpartition(":")
+        if self.draft not in KINDS and not (file and class_name):
             raise InputError(
                 f"no draft is called {self.draft!r:.80}: give {', '.join(KINDS)} or FILE.py:Class",
                 "draft",
@@ -355,7 +363,9 @@ class Options:
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters of the texts."""
-        return SamplingParams(**{each.name: getattr(self, each.name) for each in SAMPLING})
+        return SamplingParams(
+            **{each.name: getattr(self, each.name) for each in fields(SamplingParams)}
+        )
 
     def seeded(self) -> Options:
         """Return these options with a seed, which is drawn where none is given."""
@@ -379,26 +389,23 @@ class Options:
         return sampled if self.temperature else ""
 
     def merged(self, given: Mapping[str, Any]) -> Options:
-        """Return these options with those ``given`` to a call or in a request in their place.
+        """Return these options with those ``given`` to a call or in a request in their place, which
+        are not those of the model.
 
         Another kind of draft comes without the known options of drafting, and a grammar without
         the known one. Raises InputError.
         """
         known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
-        for name in given:
-            if name not in known:
-                raise InputError(
-                    f"no option is called {name}: give {', '.join(sorted(known))}", name
-                )
+        for name in given.keys() & {*OF_THE_MODEL}:
+            raise InputError(f"{name} is an option of load, not of a call", name)
+        for name in given.keys() - known:
+            raise InputError(f"no option is called {name}: give {', '.join(sorted(known))}", name)
         cleared: dict[str, Any] = {}
         if given.get("draft", self.draft) != self.draft:
             cleared |= dict.fromkeys(OF_DRAFTS)
         if any(given.get(name) is not None for name in GRAMMARS):
             cleared |= dict.fromkeys(GRAMMARS)
         return replace(self, **cleared | dict(given))
-
-
-SAMPLING = fields(SamplingParams)
 
 
 def flag_of(name: str) -> str:
@@ -412,33 +419,31 @@ def checked(option: Field, value: Any) -> Any:
     Python may give a path, a dtype or a device for a string, and a string for a list of one.
     """
     settings = option.metadata
-    flag = flag_of(option.name)
     if value is None and option.default is None:
         return None
-    with explaining(f"{flag} is too large", (ValueError, RecursionError), option.name):
-        shown = f"{value!r:.80}"
     if isinstance(value, Path | torch.dtype | torch.device):
         value = os.path.expanduser(str(value).removeprefix("torch."))
     kind = settings["type"]
     if kind is list and isinstance(value, str | list):
         value = (value,) if isinstance(value, str) else tuple(value)
-    fits = isinstance(value, (ACCEPTED.get(kind, kind), *settings["also"]))
-    wanted = WANTED[kind]
+    types, wanted = TYPES[kind]
+    is_bool = isinstance(value, bool)  # which is an int too
+    fits = isinstance(value, (types, *settings["also"])) and is_bool == (kind is bool)
     if kind is list:
         fits = fits and all(isinstance(each, str) for each in value)
-    if choices := settings["choices"]:
-        fits = fits and value in choices
-        wanted = f"one of {', '.join(map(str, choices))}"
-    if not fits or (isinstance(value, bool) and kind is not bool):
-        raise InputError(f"{flag} must be {wanted}, found {shown}", option.name)
-    least = settings["least"]
-    most = settings["most"]
-    # written so that NaN fails it
-    if least is not None and not least <= value <= most:
-        bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise InputError(f"{flag} must be {bounds}, found {shown}", option.name)
-    with explaining(f"{flag} is not UTF-8 text", (UnicodeEncodeError,), option.name):
-        texts = value if isinstance(value, tuple) else [value]
+    if fits and settings["choices"]:
+        fits = value in settings["choices"]
+        wanted = f"one of {', '.join(map(str, settings['choices']))}"
+    least, most = settings["bounds"]
+    if fits and least is not None:
+        fits = least <= value <= most  # which NaN fails
+        wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+    if not fits:
+        raise InputError(
+            f"{flag_of(option.name)} must be {wanted}, found {value!r:.80}", option.name
+        )
+    with explaining(f"{flag_of(option.name)} is not UTF-8 text", (UnicodeError,), option.name):
+        texts = value if kind is list else [value]
         "".join(each for each in texts if isinstance(each, str)).encode()
     return value
 
@@ -454,12 +459,11 @@ def parse(arguments: list[str] | None = None) -> Options:
         groups.setdefault(each.metadata["group"], {})[names] = argument(each)
     groups[""]["PROMPT"] = {"nargs": "?", "help": "the same as --prompt"}
     kinds = KINDS | {"FILE.py:Class": OWN}
-    lines = [f"  {name:<15}{kind.help}" for name, kind in kinds.items()]
     parser = parser_of(
         groups,
         prog="generate.py",
         description="Write text with a language model, by self-speculative decoding.",
-        epilog=EPILOG.format(kinds="\n".join(lines)),
+        epilog=EPILOG + "".join(f"  {name:<15}{kind.help}\n" for name, kind in kinds.items()),
     )
     given = vars(parser.parse_args(arguments))
     prompts = [each for each in (given.pop("PROMPT"), given["prompt"]) if each is not None]
@@ -471,11 +475,11 @@ def parse(arguments: list[str] | None = None) -> Options:
 def argument(option: Field) -> dict[str, Any]:
     """Return the arguments of argparse's ``add_argument`` for an option."""
     settings = option.metadata
+    named = {"metavar": settings["metavar"]}
+    by_type = {
+        bool: {"action": BooleanOptionalAction if option.default is None else "store_true"},
+        list: named | {"action": "append", "default": []},
+    }
+    others = named | {"type": settings["type"], "choices": settings["choices"]}
     common = {"help": settings["help"], "default": option.default}
-    if settings["type"] is bool:
-        on_or_off = BooleanOptionalAction if option.default is None else "store_true"
-        return common | {"action": on_or_off}
-    common["metavar"] = settings["metavar"]
-    if settings["type"] is list:
-        return common | {"action": "append", "default": []}
-    return common | {"type": settings["type"], "choices": settings["choices"]}
+    return common | by_type.get(settings["type"], others)

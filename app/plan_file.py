@@ -1,44 +1,34 @@
-"""Plans of drafts: which one the options mean, and the files that hold them.
+"""Plans of drafts, and the files that hold them.
 
 A file has the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
 "mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``window``,
 the number of the newest tokens that the draft sees; ``gamma``, ``threshold``, ``alpha``, and
 ``model``, the fingerprint of the model for which the plan was made; and the provenance that a
-search writes.
+search writes. Knows nothing of options.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.common.files import read_json, write_json
-from decoding.policies import AdaptiveExit, FixedLength, Policy
-from model.config import ModelConfig
 from model.decoder import Decoder
 from model.errors import InputError
 from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.load import model_fingerprint
-from weights.memory import low_bit_bytes
-
-if TYPE_CHECKING:
-    from app.options import Options
 
 GAMMA = 4  # tokens drafted per round by default
 GAMMA_LOW_BITS = 5  # the same in low bits
-BITS = 4  # of a low-bit draft by default
-PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
-ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
 LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
 LONG = 2048  # tokens of a text beyond which windows may pay
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
-READ = {*SUBLAYERS, "bits", "head_bits", "window", "gamma", "threshold", "alpha", "model"}
 PROVENANCE = {
+    "model",
     "acceptance_rate",
     "predicted_speedup",
     "measured_speedup",
@@ -63,64 +53,12 @@ class DraftPlan:
     threshold: float | None = None
     alpha: float | None = None
 
-    def new_policy(self) -> Policy:
-        """Return the plan's policy: drafts of its length, ended early by its threshold, if any."""
-        gamma = GAMMA if self.gamma is None else self.gamma
-        return (
-            AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
-        )
-
-
-def plan_for(options: Options, folder: Path, layers: int) -> DraftPlan | None:
-    """Return the plan under which the target drafts for itself; None where --draft has none.
-
-    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
-    InputError for a plan that cannot be read.
-    """
-    shipped = folder / "plan.json"
-    if options.draft == "exit":
-        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    elif options.draft == "lowbit":
-        chosen = low_bit_plan(layers)
-    elif isinstance(options.plan, DraftPlan):
-        chosen = options.plan
-        if chosen.plan.num_layers != layers:
-            raise InputError(f"the plan has {chosen.plan.num_layers} layers, the model {layers}")
-    elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
-        chosen = read_plan(Path(options.plan or shipped), layers, folder)
-    else:
-        return None
-    plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
-    return replace(chosen, plan=replace(plan, window=options.window or plan.window))
-
-
-def low_bit_plan(layers: int) -> DraftPlan:
-    """Return the plan of all layers in four bits."""
-    plan = LayerPlan.full(layers).in_bits(BITS)
-    return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
-
-
-def optional_plans(options: Options, folder: Path, layers: int) -> dict[str, DraftPlan]:
-    """Return the plans by name among which --draft auto chooses."""
-    plans = {"low bits": low_bit_plan(layers)}
-    given = plan_for(options, folder, layers)
-    if given and given.gamma != 0 and given.plan != plans["low bits"].plan:
-        plans["plan"] = given
-    return plans
-
 
 def runnable(model: Decoder, plan: LayerPlan) -> LayerPlan:
     """Return the plan as the device runs it: a head in eight bits gets four where only four have a
     kernel. There, on a GPU, it would read the checkpoint's own weights.
     """
     return replace(plan, head=4) if plan.head == 8 and model.abilities.low_bits == (4,) else plan
-
-
-def rounding_seconds(config: ModelConfig, plan: LayerPlan) -> float:
-    """Return about the seconds that the low-bit copies of a plan take on a CPU."""
-    return low_bit_bytes(config, plan) / ROUNDED
 
 
 def plan_in_words(plan: LayerPlan) -> str:
@@ -136,8 +74,8 @@ def plan_in_words(plan: LayerPlan) -> str:
     elif attention == mlp == [*range(exit_layer, plan.num_layers)]:
         words = f"exit at layer {exit_layer} of {plan.num_layers}"
     else:
-        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers"
-        words += ", others" if bits else ""
+        others = ", others" if bits else ""
+        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers{others}"
     words += f" in {bits} bits" if bits else ""
     return f"{words}, newest {plan.window} tokens" if plan.window else words
 
@@ -171,59 +109,58 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         raise InputError(
             f'{path}: a plan file holds one object like {{"attn": [3, 7], "mlp": [5]}}'
         )
-    for key in raw.keys() - READ - PROVENANCE:
+    keys = wanted_of(num_layers)
+    for key in raw.keys() - keys.keys() - PROVENANCE:
         raise InputError(f"{path}: the key {key!r:.80} is unknown: correct it, or leave it out")
-
-    def check(fits: bool, key: str, wanted: str) -> None:
-        if not fits:
-            raise InputError(f"{path}: {key} must be {wanted}, found {raw[key]!r:.80}")
-
     if folder is not None and raw.get("model") and raw["model"] != model_fingerprint(folder):
         raise InputError(
             f"{path} was made for another model than {folder}: run python -m search for this one"
         )
-    for key, kinds, least, most, wanted in (
-        ("window", (int,), 1, math.inf, "a whole number of at least 1"),
-        ("gamma", (int,), 0, math.inf, "a whole number of at least 0"),
-        ("threshold", (int, float), 0, 1, "a number from 0 to 1"),
-        ("alpha", (int, float), 0, 1, "a number from 0 to 1"),
-    ):
-        value = raw.get(key)
-        check(value is None or (type(value) in kinds and least <= value <= most), key, wanted)
-    plan = layer_plan(raw, num_layers, check)
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
-
-
-def layer_plan(
-    raw: dict[str, Any], num_layers: int, check: Callable[[bool, str, str], None]
-) -> LayerPlan:
-    """Return the layer plan in a file's JSON. ``check`` refuses the value of a key unless it
-    ``fits`` what is wanted.
-    """
-    skipped = {name: raw.get(name, []) for name in SUBLAYERS}
-    for name, layers in skipped.items():
-        is_list = whole_numbers(layers, range(num_layers)) and len(set(layers)) == len(layers)
-        check(is_list, name, f"a list of different layers from 0 to {num_layers - 1}")
-    bits = raw.get("bits", FULL)
-    if isinstance(bits, dict):
-        fits = all(
-            whole_numbers(each, (0, *WIDTHS)) and len(each) == num_layers for each in bits.values()
-        )
-        wanted = f"lists of {num_layers} numbers of bits for attn and mlp"
-        check(fits and bits.keys() <= {*SUBLAYERS}, "bits", wanted)
-    else:
-        check(whole_numbers([bits], WIDTHS), "bits", "4, 8 or 16")
+    for key, (fits, wanted) in keys.items():
+        if raw.get(key) is not None and not fits(raw[key]):
+            raise InputError(f"{path}: {key} must be {wanted}, found {raw[key]!r:.80}")
+    bits = raw.get("bits") or FULL
+    if not isinstance(bits, dict):
         bits = dict.fromkeys(SUBLAYERS, [bits] * num_layers)
-    head = raw.get("head_bits", FULL)
-    check(whole_numbers([head], WIDTHS), "head_bits", "4, 8 or 16")
-    runs = (
+    attention, mlp = (
         tuple(
-            0 if layer in skipped[name] else width
+            0 if layer in (raw.get(name) or ()) else width
             for layer, width in enumerate(bits.get(name, [FULL] * num_layers))
         )
         for name in SUBLAYERS
     )
-    return LayerPlan(*runs, head, raw.get("window"))
+    plan = LayerPlan(attention, mlp, raw.get("head_bits") or FULL, raw.get("window"))
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
+
+
+def wanted_of(num_layers: int) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """Return which values of JSON fit each key of a plan file, as a function and in words."""
+
+    def are_layers(value: Any) -> bool:
+        return whole_numbers(value, range(num_layers)) and len({*value}) == len(value)
+
+    def are_bits(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return whole_numbers([value], WIDTHS)
+        return value.keys() <= {*SUBLAYERS} and all(
+            whole_numbers(each, (0, *WIDTHS)) and len(each) == num_layers for each in value.values()
+        )
+
+    layers = (are_layers, f"a list of different layers from 0 to {num_layers - 1}")
+    rate = (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1")
+    return {
+        "attn": layers,
+        "mlp": layers,
+        "bits": (are_bits, f"4, 8 or 16, or lists of {num_layers} such numbers for attn and mlp"),
+        "head_bits": (lambda value: whole_numbers([value], WIDTHS), "4, 8 or 16"),
+        "window": (
+            lambda value: type(value) is int and value >= 1,
+            "a whole number of at least 1",
+        ),
+        "gamma": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+        "threshold": rate,
+        "alpha": rate,
+    }
 
 
 def whole_numbers(value: Any, allowed: Collection[int]) -> bool:

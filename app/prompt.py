@@ -34,8 +34,7 @@ def read_prompt(options: Options) -> str:
     if file is None:
         return options.prompt
     with explaining("standard input cannot be read as UTF-8 text", (OSError, UnicodeError)):
-        text = sys.stdin.read() if file == "-" else read_text(file)
-    return text.removeprefix("\ufeff")
+        return (sys.stdin.read() if file == "-" else read_text(file)).removeprefix("\ufeff")
 
 
 def checked_text(prompt: Any) -> str:
@@ -85,18 +84,14 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     wanted = 'a message is {"role": ..., "content": ...}, two strings of UTF-8'
     with explaining(wanted, (KeyError, TypeError, UnicodeError)):
         "".join(each[name] for each in messages for name in ("role", "content")).encode()
-    messages = [*messages]
-    has_system = bool(messages) and messages[0]["role"] == "system"
-    if options.system is not None and not has_system:
+    if options.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system}, *messages]
-        has_system = True
-    given = options.chat_template_kwargs
-    variables = {} if given is None else read_json_option(options, "chat_template_kwargs")
+    variables = read_json_option(options, "chat_template_kwargs")
     encode = partial(tokenizer.encode_chat, variables=variables)
     if options.json_schema is None:
         return encode(messages)
     line = f"Answer in JSON that follows this schema: {read_grammar(options, 'json_schema')}"
-    if not has_system:
+    if messages[0]["role"] != "system":
         with suppress(InputError):
             return encode([{"role": "system", "content": line}, *messages])
     first = {**messages[0], "content": f"{messages[0]['content']}\n{line}"}
@@ -133,14 +128,15 @@ def read_grammar(options: Options, name: str) -> str:
 
 
 def read_json_option(options: Options, name: str) -> dict[str, Any]:
-    """Return the JSON object of an option: itself, or a file's. Raises InputError."""
-    value = getattr(options, name)
+    """Return the JSON object of an option: itself, or a file's; an empty one where the option is
+    not given. Raises InputError.
+    """
+    value = {} if getattr(options, name) is None else getattr(options, name)
     if value == "":
         raise InputError(f"{flag_of(name)} is empty: give a file, or a JSON object", name)
     if isinstance(value, str) and not value.lstrip().startswith("{"):
         value = read_text(value)
-    errors = TypeError, ValueError, RecursionError
-    with explaining(f"{flag_of(name)} is no JSON", errors, name):
+    with explaining(f"{flag_of(name)} is no JSON", (TypeError, ValueError, RecursionError), name):
         found = json.loads(json.dumps(value) if isinstance(value, dict) else value)
     if not isinstance(found, dict):
         raise InputError(f"{flag_of(name)} must hold a JSON object, found {found!r:.80}", name)

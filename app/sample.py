@@ -18,7 +18,7 @@ from decoding.rounds import Round, Statistics, common_prefix
 from decoding.text import Text
 from decoding.verify import Rule
 from model.cache import KVCache
-from model.decoder import PREFILL_CHUNK
+from model.decoder import PREFILL_CHUNK, Decoder
 
 if TYPE_CHECKING:
     from app.options import Options
@@ -110,45 +110,37 @@ class Slot:
     the tokens whose entries it holds.
 
     The first ``in_chunks`` of them were read in the chunks of a whole prompt. ``draft_caches`` are
-    those of draft models, by name.
+    those of draft models.
     """
 
     cache: KVCache
     text: Text | None = None
     tokens: list[int] = field(default_factory=list)
     in_chunks: int = 0
-    draft_caches: dict[str, KVCache] = field(default_factory=dict)
+    draft_caches: dict[Decoder, KVCache] = field(default_factory=dict)
 
     @torch.inference_mode()
     def read(self, sample: Sample, target: Model) -> None:
         """Read the prompt of a text, all but its last token, from the first token on that the cache
-        does not hold.
+        does not hold. All entries but those of this common prefix are forgotten.
 
-        A text that ``continues`` goes on behind entries of short steps, which round otherwise than
-        the chunks of a prompt, so it may differ in rounding from one whose prompt is read anew.
+        Kept are entries that a fresh reading would have, bit for bit: whole chunks, since rows are
+        rounded together, or those of the whole prompt. Only a text that ``continues`` goes on
+        behind entries of short steps too, which round otherwise. So it may differ in rounding from
+        one whose prompt is read anew.
         """
         prompt = sample.source.tokens[:-1]
-        start = self._keep(prompt, exactly=not sample.continues)
+        start = common_prefix(self.tokens[: self.cache.length], prompt)
+        if not (sample.continues or start == self.in_chunks == len(prompt)):
+            start = min(start, self.in_chunks) // PREFILL_CHUNK * PREFILL_CHUNK
+        self.tokens = prompt[:start]  # now: Ctrl-C may end the reading
+        self.in_chunks = min(self.in_chunks, start)
+        self.cache.truncate(start)
         if unread := prompt[start:]:
             target.prefill(torch.tensor([unread], device=target.device), self.cache, start)
             if start == self.in_chunks and start % PREFILL_CHUNK == 0:
                 self.in_chunks = len(prompt)
         self.tokens = prompt
-
-    def _keep(self, tokens: list[int], exactly: bool) -> int:
-        """Forget all entries but those of the longest common prefix with ``tokens``; return its
-        length.
-
-        ``exactly``: keep only entries that a fresh reading of ``tokens`` would have, bit for bit.
-        These are whole chunks, since rows are rounded together, or those of all tokens.
-        """
-        length = common_prefix(self.tokens[: self.cache.length], tokens)
-        if exactly and not length == self.in_chunks == len(tokens):
-            length = min(length, self.in_chunks) // PREFILL_CHUNK * PREFILL_CHUNK
-        self.tokens = self.tokens[:length]  # now: Ctrl-C may end the reading
-        self.in_chunks = min(self.in_chunks, length)
-        self.cache.truncate(length)
-        return length
 
     def copy_from(self, other: Slot) -> None:
         """Hold the entries of another slot, into whose cache a prompt was just read."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING
 
 from app.chat import Chat
 from app.common.command_line import say
@@ -23,13 +23,9 @@ from decoding.model_port import Model
 from decoding.rounds import Round
 from decoding.speculate import Observer, speculate
 from decoding.text import DeadEnd, Rules, Text
-from model.decoder import Decoder
 from model.device import now
 from model.errors import InputError
 from weights.memory import free_bytes
-
-if TYPE_CHECKING:
-    from app.offers import Offers
 
 POSITIONS = 1024  # a cache is made for a multiple of these
 MOST_TOGETHER = 16  # texts that share steps
@@ -46,15 +42,13 @@ class Session(LoadedModel):
     began.
     """
 
-    def __init__(self, options: Options, model: Decoder | None = None) -> None:
-        super().__init__(options, model)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None
         self.lock = RLock()
-        # tokens so far; infinitely many: copies for drafts are made at once
-        self.written: float = 0
-        self.offers: Offers | None = None  # of --draft auto
+        self.written: float = 0  # tokens
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -66,7 +60,7 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        given = self.merged(options)
+        given = self.options.merged(options)
         self.sample = sample = self.begin(self.encode(prompt, given), given)
         return sample
 
@@ -78,7 +72,7 @@ class Session(LoadedModel):
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        given = self.merged(options).seeded()
+        given = self.options.merged(options).seeded()
         samples = [
             self.begin(self.encode(prompt, given), given, number)
             for number, prompt in enumerate(prompts)
@@ -90,26 +84,16 @@ class Session(LoadedModel):
         """Return a new conversation, with a cache of its own."""
         return Chat(self, options)
 
-    def merged(self, *calls: dict[str, object]) -> Options:
-        """Return the session's options, with those of each call in their place."""
-        options = self.options
-        for given in calls:
-            if fixed := [name for name in OF_THE_MODEL if name in given]:
-                raise InputError(f"{fixed[0]} is an option of load, not of a call", fixed[0])
-            options = options.merged(given)
-        return options
-
     def encode(self, prompt: Prompt, options: Options | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises InputError for what is none."""
         options = options or self.options
         ids = encode_prompt(self.tokenizer, prompt, options)
-        if options.stop or options.grammar_option:
-            end = self.labels.spelled(ids[-2 * len(THINK) :])
-            if end.rstrip().endswith(THINK):
-                say(
-                    "the chat template opens a thinking part: grammar and stop strings begin in it,"
-                    " not after it (see --chat-template-kwargs)"
-                )
+        end = self.labels.spelled(ids[-2 * len(THINK) :]).rstrip()
+        if (options.stop or options.grammar_option) and end.endswith(THINK):
+            say(
+                "the chat template opens a thinking part: grammar and stop strings begin in it, not"
+                " after it (see --chat-template-kwargs)"
+            )
         return ids
 
     def begin(
@@ -133,9 +117,13 @@ class Session(LoadedModel):
 
             source = read_grammar(options, name)
             grammar = Grammar(GRAMMARS[name], source, self.vocabulary, self.mask_seconds)(len(ids))
-        budget = min(options.max_new_tokens, context - len(ids))
-        eos_ids = self.tokenizer.eos_ids
-        rules = Rules(budget, eos_ids, options.stop, options.ban, [grammar] if grammar else [])
+        rules = Rules(
+            min(options.max_new_tokens, context - len(ids)),
+            self.tokenizer.eos_ids,
+            options.stop,
+            options.ban,
+            [grammar] if grammar else [],
+        )
         text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
         return Sample(text, options, replace(options.rule, sample=number), grammar)
 
@@ -160,17 +148,16 @@ class Session(LoadedModel):
             loaded = now(self.device)
             slot.read(sample, target)
             sample.prompt_seconds = now(self.device) - loaded
-            strategy = strategy_of(self, sample, slot, target)
-            sample.draft = strategy.name
-            sample.is_plain = strategy.policy.gamma == 0
+            sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
+            sample.is_plain = policy.gamma == 0
         began = now(self.device)
         sample.wait = began - called
         rounds = speculate(
             target,
             slot.cache,
             text,
-            strategy.drafter,
-            strategy.policy,
+            drafter,
+            policy,
             sample.options.params,
             sample.rule.randomness(self.device),
             sample.rule.verify,
@@ -196,11 +183,9 @@ class Session(LoadedModel):
         """Return the next round. If no token can follow, the error has the grammar's reason."""
         try:
             return next(rounds)
-        except DeadEnd:
-            trouble = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
-            if trouble:
-                raise DeadEnd(trouble) from None
-            raise
+        except DeadEnd as error:
+            reason = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
+            raise DeadEnd(reason or str(error)) from None
 
     def finish(self, sample: Sample) -> Sample:
         """Write a text to its end, and return it."""
@@ -218,14 +203,53 @@ class Session(LoadedModel):
         positions = max((sample.source.longest for sample in samples), default=1)
         count = self.slots_for(len(samples), positions)
         if count > 1:
-            from app.several import rounds_together
-
             slots = [self.new_slot(positions) for _ in range(count)]
-            yield from rounds_together(self.rounds, self.model, samples, slots)
+            yield from self._rounds_together(samples, slots)
             return
         for sample in samples:
             for round in self.rounds(sample):
                 yield sample, round
+
+    def _rounds_together(
+        self, samples: Sequence[Sample], slots: Sequence[Slot]
+    ) -> Iterator[tuple[Sample, Round]]:
+        """Write texts to their ends, as many at a time as there are slots; yields their rounds.
+
+        A prompt that all share is read once. The first error is raised when all texts have ended.
+        """
+        from decoding.together import Together
+
+        first, *others = slots
+        prompt = samples[0].source.tokens
+        if all(sample.source.tokens == prompt for sample in samples):
+            first.read(samples[0], self.model)
+            for slot in others:
+                slot.copy_from(first)
+        together = Together(self.model)
+        waiting = iter(samples)
+        written: list[tuple[Sample, Round]] = []
+        errors: list[InputError] = []
+
+        def write(slot: Slot) -> None:
+            for sample in waiting:  # the next that no other slot has taken
+                try:
+                    for round in self.rounds(sample, slot, together):
+                        written.append((sample, round))
+                except InputError as error:
+                    errors.append(error)
+
+        try:
+            for slot in slots:
+                together.start(partial(write, slot))
+            while together.loops:
+                together.step()
+                yield from written
+                written.clear()
+        finally:
+            for loop in [*together.loops]:
+                together.stop(loop)
+        if errors:
+            raise errors[0]
 
     def slots_for(self, texts: int, positions: int) -> int:
         """Return how many texts are written at once: as many as share steps and fit into memory."""
@@ -248,19 +272,24 @@ class Session(LoadedModel):
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot
 
-    def warm_up(self, ids: Sequence[int]) -> None:
-        """Write a few tokens, with the draft and without, before anything is timed; copies for
-        drafts are made, however little is written.
-        """
+    def make_copies_at_once(self) -> None:
+        """Make copies for drafts from now on, however little is written."""
         self.written = math.inf
-        few = min(WARM_UP, self.options.max_new_tokens)
-        for draft in ({}, {"draft": "none"}):
-            self.finish(self.begin(ids, self.options.merged({"max_new_tokens": few, **draft})))
+
+    def warm_up(self, ids: Sequence[int]) -> None:
+        """Write a few tokens, with the draft and without, before anything is timed. Copies for
+        drafts are made.
+        """
+        self.make_copies_at_once()
+        few = {"max_new_tokens": min(WARM_UP, self.options.max_new_tokens)}
+        for given in (few, few | {"draft": "none"}):
+            self.finish(self.begin(ids, self.options.merged(given)))
 
 
 def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
     """Return a loaded model, with the options of the command line: see ``Session``."""
-    session = Session(Options().merged({"model": model, **options}))
+    of_model = {name: options.pop(name) for name in OF_THE_MODEL if name in options}
+    session = Session(Options(model=model, **of_model).merged(options))
     session.check_memory()
-    _ = session.model
+    _ = session.model  # loads it
     return session

@@ -42,7 +42,7 @@ class Terminal:
                 say(statistics_line(sample) if sample else "nothing is written yet")
             case "/draft":
                 chosen = options | {"draft": argument.strip()}
-                self.session.merged(chosen)  # checks it
+                self.session.options.merged(chosen)  # checks it
                 self.chat.options = chosen
                 say(f"draft: {chosen['draft']}")
             case "/help":

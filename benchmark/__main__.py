@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
-import math
 import random
 import sys
 from collections.abc import Iterator
@@ -169,7 +168,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         folder = off_grid_folder(folder)
     given = {name: getattr(options, name) for name in OF_TEXTS}
     session = Session(Options(model=str(folder), draft="none", seed=0, **given))
-    session.written = math.inf  # so that auto makes its copies at once
+    session.make_copies_at_once()
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
     prompts = {**PROMPTS, "stories": stories}
     cases = [

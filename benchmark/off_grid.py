@@ -37,7 +37,8 @@ def off_grid_folder(folder: Path) -> Path:
     )
     options = Options(model=str(folder), draft="none", max_new_tokens=TOKENS, device="cpu")
     model = load_model(folder)
-    session = Session(options, accelerated(model, options))
+    session = Session(options)
+    session.model = accelerated(model, options)
     texts = [
         sample.source.tokens
         for seed in range(1, TEXTS + 1)

@@ -15,7 +15,7 @@ import torch
 
 from app.loaded import CONTEXT
 from app.options import Options
-from app.plan_file import GAMMA, plan_for
+from app.plan_file import GAMMA
 from app.sample import Sample, Slot
 from app.session import Session
 from decoding.rounds import Round
@@ -63,7 +63,7 @@ def find_drafts(
     by_model = {f"exit {layer}": {"draft": "exit", "exit_layer": layer} for layer in exits}
     if session.model.abilities.low_bits:
         by_model["low bits"] = {"draft": "lowbit"}
-    plan = plan_for(Options(draft="auto"), session.folder, layers)  # read once, not for each text
+    plan = session.plan_for(Options(draft="auto"))  # read once, not for each text
     if plan and plan.gamma != 0:
         by_model["plan.json"] = {"draft": "skip", "plan": plan}
     if draft_model:

@@ -15,6 +15,7 @@ import torch
 
 from app.common.command_line import run_command
 from model.errors import InputError
+from tests.calls import status_of
 from tests.commands import Outcome
 from weights import fetch
 
@@ -47,32 +48,52 @@ def help():
 start()
 sys.exit(run_command(globals()[sys.argv[1]]))
 """
-Shell = Callable[..., Outcome]
+
+NO_SPACE = "error: a file or a stream cannot be read or written: No space left on device\n"
+CLOSED = "error: standard input, output or error is closed: give /dev/null instead\n"
+NO_FOLDER = "error: the working directory was deleted: change to another\n"
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Shell:
-    """Runs one function of the script above by a line of shell, in which $RUN stands for it."""
+@pytest.mark.parametrize(
+    ("line", "work", "expected"),
+    [
+        ("cd $(mktemp -d); rmdir $PWD; $RUN", "little", Outcome(2, "", NO_FOLDER)),
+        ("$RUN > /dev/full", "little", Outcome(2, "", NO_SPACE)),
+        ("$RUN > /dev/full", "much", Outcome(2, "", NO_SPACE)),
+        ("$RUN > /dev/full", "help", Outcome(2, "", NO_SPACE)),
+        ("$RUN | head -n 1", "much", Outcome(0, "line 0\n", "")),
+        ("export PYTHONUNBUFFERED=1; $RUN | head -n 1", "much", Outcome(0, "line 0\n", "")),
+        (
+            "$RUN 2>&1 | head -n 1; echo ${PIPESTATUS[0]}",
+            "much_noise",
+            Outcome(0, "line 0\n0\n", ""),
+        ),
+        ("$RUN | true; echo ${PIPESTATUS[0]}", "little", Outcome(0, "0\n", "")),
+        ("$RUN <&-", "little", Outcome(2, "", CLOSED)),
+        ("$RUN >&-", "little", Outcome(2, "", CLOSED)),
+        ("$RUN 2>&-", "little", Outcome(2, "", "")),
+        (
+            "export PYTHONIOENCODING=ascii; $RUN",
+            "foreign",
+            Outcome(0, "caf? ? ?\n", "caf?\n"),
+        ),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full: run it on Linux")
+def test_in_a_shell_a_failure_is_one_line_and_a_reader_that_has_gone_is_met_with_silence(
+    line: str, work: str, expected: Outcome, tmp_path: Path
+) -> None:
+    """In the line of shell, $RUN stands for a command that calls a function of the script."""
     (tmp_path / "script.py").write_text(SCRIPT)
-
-    def run(line: str, *arguments: str, **more: str) -> Outcome:
-        command = " ".join(
-            f"'{part}'" for part in (sys.executable, tmp_path / "script.py", *arguments)
-        )
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | more
-        bash = ["bash", "-o", "pipefail", "-c", line.replace("$RUN", command)]
-        done = subprocess.run(bash, env=environment, capture_output=True, text=True, timeout=60)
-        return Outcome(done.returncode, done.stdout, done.stderr)
-
-    return run
-
-
-# Failures
-
-
-def test_a_deleted_working_directory_is_one_line(shell: Shell) -> None:
-    line = "error: the working directory was deleted: change to another\n"
-    assert shell("cd $(mktemp -d); rmdir $PWD; $RUN", "little") == Outcome(2, "", line)
+    command = f"'{sys.executable}' '{tmp_path}/script.py' {work}"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line.replace("$RUN", command)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert Outcome(done.returncode, done.stdout, done.stderr) == expected
 
 
 def outcome(
@@ -83,33 +104,32 @@ def outcome(
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("work", "line"),
     [
-        (InputError("'a\nb\x1b[31m' is wrong:\nfix it"), "error: 'a b [31m' is wrong: fix it\n"),
         (
-            FileNotFoundError(2, "No such file", "a\nb"),
-            "error: a b cannot be read or written: No such file\n",
+            Mock(side_effect=InputError("'a\nb\x1b[31m' is wrong:\nfix it")),
+            "'a b [31m' is wrong: fix it\n",
         ),
         (
-            OSError(5, "Input error"),
-            "error: a file or a stream cannot be read or written: Input error\n",
+            Mock(side_effect=FileNotFoundError(2, "No such file", "a\nb")),
+            "a b cannot be read or written: No such file\n",
         ),
         (
-            torch.OutOfMemoryError("CUDA out of memory.\nTried"),
-            "error: out of memory: ask for less, or free some first (CUDA out of memory. Tried)\n",
+            Mock(side_effect=OSError(5, "Input error")),
+            "a file or a stream cannot be read or written: Input error\n",
         ),
+        (
+            Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried")),
+            "out of memory: ask for less, or free some first (CUDA out of memory. Tried)\n",
+        ),
+        (lambda: torch.empty(2**50), "out of memory: ask for less, or free some first ("),
     ],
-    ids=["input", "file", "no file", "device memory"],
+    ids=["input", "file", "no file", "device memory", "host memory"],
 )
 def test_a_failure_is_one_line_and_status_2(
-    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
+    work: Callable[[], None], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert outcome(Mock(side_effect=error), capsys) == Outcome(2, "", line)
-
-
-def test_the_hosts_memory_too_may_run_out(capsys: pytest.CaptureFixture[str]) -> None:
-    said = outcome(lambda: torch.empty(2**50), capsys).complaint
-    assert said.startswith("error: out of memory: ")
+    assert outcome(work, capsys).complaint.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize("mistake", [RuntimeError("shapes differ"), SystemExit(2)], ids=repr)
@@ -170,45 +190,8 @@ def test_idle_threads_soon_sleep_in_every_command(module: str, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# Standard streams
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full: run it on Linux")
-@pytest.mark.parametrize("work", ["little", "much", "help"])
-def test_a_full_disk_is_one_line(work: str, shell: Shell) -> None:
-    line = "error: a file or a stream cannot be read or written: No space left on device\n"
-    assert shell("$RUN > /dev/full", work) == Outcome(2, "", line)
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_gone_is_met_with_silence_and_status_0(
-    unbuffered: str, shell: Shell
-) -> None:
-    done = shell("$RUN | head -n 1", "much", PYTHONUNBUFFERED=unbuffered)
-    assert done == Outcome(0, "line 0\n", "")
-
-
-def test_progress_and_what_is_written_at_the_end_may_find_no_reader(shell: Shell) -> None:
-    done = shell("$RUN 2>&1 | head -n 1; echo ${PIPESTATUS[0]}", "much_noise")
-    assert done == Outcome(0, "line 0\n0\n", "")
-    assert shell("$RUN | true; echo ${PIPESTATUS[0]}", "little") == Outcome(0, "0\n", "")
-
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
-def test_a_closed_stream_is_wrong_input(closed: str, shell: Shell) -> None:
-    line = "error: standard input, output or error is closed: give /dev/null instead\n"
-    assert shell(f"$RUN {closed}", "little") == Outcome(2, "", "" if closed == "2>&-" else line)
-
-
-def test_a_character_that_the_terminal_cannot_show_does_not_end_the_text(shell: Shell) -> None:
-    done = shell("$RUN", "foreign", PYTHONIOENCODING="ascii")
-    assert done == Outcome(0, "caf? ? ?\n", "caf?\n")
-
-
 def test_a_mistyped_option_is_one_line_that_names_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        fetch.main(["--wrong"])
-    said = Outcome(ended.value.code, *capsys.readouterr()).complaint
-    assert said.endswith("; see python -m weights.fetch --help\n")
+    assert status_of(fetch.main, ["--wrong"]) == 2
+    assert capsys.readouterr().err.endswith("; see python -m weights.fetch --help\n")

@@ -16,7 +16,6 @@ from app.output import MOST_TURNS, TURNS, comparison
 from app.session import Sample, Session, load
 from decoding.drafters import PromptLookup
 from decoding.rounds import Round
-from tests.commands import Run
 from tests.folders import write_folder
 
 
@@ -48,22 +47,18 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "draft"), [(1, "exit"), (4, "exit"), (2, "lookup")])
-def test_a_text_shorter_than_the_warm_up_can_be_compared(
-    tokens: int, draft: str, run: Run, model: str
-) -> None:
-    """The warm-up writes no further than the cache reaches."""
-    options = ["the hen", "--model", model, "--draft", draft, "--max-new-tokens", tokens]
-    assert run(*options, "--compare").status == 0
+def test_a_warm_up_writes_no_further_than_a_text_does(tokens: int, draft: str, model: str) -> None:
+    """The cache reaches no further."""
+    session = load(model, draft=draft, max_new_tokens=tokens)
+    session.warm_up([5, 9, 2])
+    assert len(session.slot.tokens) <= 3 + tokens
 
 
-@pytest.mark.parametrize("draft", [["none"], ["exit", "--gamma", "0"]], ids=" ".join)
-def test_plain_decoding_is_not_compared_with_itself(draft: list[str], run: Run, model: str) -> None:
+@pytest.mark.parametrize("options", [{"draft": "none"}, {"draft": "exit", "gamma": 0}], ids=str)
+def test_plain_decoding_is_not_compared_with_itself(options: dict[str, Any], model: str) -> None:
     """Noise would be shown as a result."""
-    options = ["the hen", "--model", model, "--max-new-tokens", "60", "--compare"]
-    outcome = run(*options, "--draft", *draft)
-    assert outcome.status == 0 and "both ways are plain decoding" in outcome.err
-    assert "times" not in outcome.err
-    assert ("plain: --gamma 0 drafts nothing" in outcome.err) is ("--gamma" in draft)
+    session = load(model, max_new_tokens=60, **options)
+    assert "both ways are plain decoding" in comparison(session, session.write("the hen"))
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ def idle(monkeypatch: pytest.MonkeyPatch, model: str) -> Session:
 
 
 def written(session: Session, tokens: int) -> Sample:
-    options = session.merged({"max_new_tokens": tokens})
+    options = session.options.merged({"max_new_tokens": tokens})
     return session.finish(session.begin([5, 9, 2], options))
 
 
@@ -119,9 +114,6 @@ def test_turns_that_disagree_are_told(idle: Session, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_the_other_rules_promise_the_same_law_not_the_same_text(
-    rule: str, run: Run, model: str
-) -> None:
-    options = ["the hen", "--model", model, "--draft", "lookup", "--max-new-tokens", "9"]
-    outcome = run(*options, "--temperature", "1", "--coupling", rule, "--compare")
-    assert outcome.status == 0 and "another text of the same law" in outcome.err
+def test_the_other_rules_promise_the_same_law_not_the_same_text(rule: str, model: str) -> None:
+    session = load(model, draft="lookup", max_new_tokens=9, temperature=1.0, coupling=rule)
+    assert "another text of the same law" in comparison(session, session.write("the hen"))

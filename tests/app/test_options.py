@@ -27,7 +27,6 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "a negative temperature": ({"temperature": -1.0}, "temperature", "at least 0"),
     "an infinite one": ({"temperature": float("inf")}, "temperature", "finite"),
     "no number": ({"min_target_confidence": float("nan")}, "min_target_confidence", "from 0 to 1"),
-    "too much of a number": ({"seed": 10**5000}, "seed", "too large"),
     "no text to write": ({"max_new_tokens": 0}, "max_new_tokens", "at least 1"),
     "a negative length": ({"draft": "exit", "gamma": -1}, "gamma", "at least 0"),
     "half a character": ({"stop": ["\ud800"]}, "stop", "is not UTF-8 text"),
@@ -75,12 +74,6 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
     assert exits.merged({"draft": "lookup"}) == Options(draft="lookup", trace=True)
     assert exits.merged({"draft": "exit"}) == exits
     assert exits.merged({"grammar": "g"}).merged({"regex": "a"}).grammar is None
-
-
-def test_a_seed_is_drawn_once() -> None:
-    seeded = Options().seeded()
-    assert seeded.seed is not None and seeded.seeded() == seeded and seeded.rule == seeded.rule
-    assert Options(seed=3).seeded() == Options(seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -69,12 +69,15 @@ def test_a_plan_is_read_as_it_was_written(tmp_path_factory: Any, plan: LayerPlan
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"bits": 5}, "bits must be 4, 8 or 16, found 5"),
-        ({"bits": 0}, "bits must be 4, 8 or 16, found 0"),
+        (
+            {"bits": 5},
+            "bits must be 4, 8 or 16, or lists of 4 such numbers for attn and mlp, found 5",
+        ),
+        ({"bits": 0}, "found 0"),
         ({"bits": False}, "found False"),
-        ({"bits": {"attn": [4, 4, 4]}}, "lists of 4 numbers of bits"),
-        ({"bits": {"attn": [4, 4, 4, True]}}, "lists of 4 numbers of bits"),
-        ({"bits": {"head": [4, 4, 4, 4]}}, "lists of 4 numbers of bits for attn and mlp"),
+        ({"bits": {"attn": [4, 4, 4]}}, "bits must be 4, 8 or 16, or lists"),
+        ({"bits": {"attn": [4, 4, 4, True]}}, "bits must be 4, 8 or 16, or lists"),
+        ({"bits": {"head": [4, 4, 4, 4]}}, "bits must be 4, 8 or 16, or lists"),
         ({"bits": 4, "head_bits": 0}, "head_bits must be 4, 8 or 16, found 0"),
         ({"attn": [1, 1]}, "different layers"),
         ({"attn": [True]}, "attn must be a list of different layers from 0 to 3, found [True]"),

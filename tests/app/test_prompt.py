@@ -6,7 +6,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from app.options import Options
 from app.prompt import encode_prompt
 from app.session import Session
 from decoding.grammar import GrammarConstraint
-from tests.commands import Run
 from tests.refusal import refusal
 from tests.serving import CHAT, chat_folder
 from weights.tokenizer import Tokenizer
@@ -57,30 +55,25 @@ def test_a_prompt_is_a_text_its_token_ids_or_a_conversation(session: Session) ->
     assert [each.tokens for each in together] == [sample.tokens] * 3
 
 
-def test_a_variable_of_the_template_switches_thinking_off(
-    session: Session, thinker: Path, run: Run
-) -> None:
-    thinking = session.write("hi").prompt_tokens
-    wanted = thinking - len(session.tokenizer.encode("<think>\n"))
-    variables = json.loads(SWITCH)
-    assert session.write("hi", chat_template_kwargs=variables).prompt_tokens == wanted
-    assert session.chat(chat_template_kwargs=variables).say("hi").prompt_tokens == wanted
-    command = ["hi", "-m", thinker, "--draft", "none", "-n", "2", "--json"]
-    assert run(*command).result["prompt_tokens"] == thinking
-    assert run(*command, "--chat-template-kwargs", SWITCH).result["prompt_tokens"] == wanted
+def test_a_variable_of_the_template_switches_thinking_off(session: Session) -> None:
+    opening = len(session.tokenizer.encode("<think>\n"))
+    wanted = session.write("hi").prompt_tokens - opening
+    for given in (SWITCH, json.loads(SWITCH)):
+        assert session.write("hi", chat_template_kwargs=given).prompt_tokens == wanted
+        assert session.chat(chat_template_kwargs=given).say("hi").prompt_tokens == wanted
 
 
 def test_a_grammar_or_a_stop_that_begins_in_a_thinking_part_is_said(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variables = json.loads(SWITCH)
-    for options in ({"regex": "[ab]+"}, {"stop": ["x"]}):
+    for options, is_said in (
+        ({"regex": "[ab]+"}, True),
+        ({"stop": ["x"]}, True),
+        ({"stop": ["x"], "chat_template_kwargs": SWITCH}, False),
+        ({}, False),
+    ):
         session.write("hi", **options)
-        assert "opens a thinking part" in capsys.readouterr().err
-        session.write("hi", **options, chat_template_kwargs=variables)
-        assert not capsys.readouterr().err
-    session.write("hi")
-    assert not capsys.readouterr().err
+        assert ("opens a thinking part" in capsys.readouterr().err) == is_said
 
 
 def test_python_gives_paths_dtypes_devices_and_single_strings(
@@ -93,7 +86,7 @@ def test_python_gives_paths_dtypes_devices_and_single_strings(
     assert (loaded.folder, loaded.dtype) == (thinker, torch.float32)
     assert loaded.options.device == "cpu"
     stops = ["x", ["x"], ("x",)]
-    assert {loaded.merged({"stop": each}).stop for each in stops} == {("x",)}
+    assert {loaded.options.merged({"stop": each}).stop for each in stops} == {("x",)}
 
 
 @pytest.mark.parametrize(
@@ -115,42 +108,41 @@ def test_a_tokenizer_file_that_is_none_is_refused(thinker: Path, tmp_path: Path)
 # Structured output
 
 
-def test_the_command_line_writes_a_text_of_a_schema_an_expression_or_a_grammar(
-    chat_model: Path, tmp_path: Path, run: Run
+def test_a_text_is_one_of_a_schema_an_expression_or_a_grammar(
+    chat_model: Path, tmp_path: Path
 ) -> None:
-    """A schema given itself, or in a file. This model's end of text is the letter q."""
-    asked = PROMPT, "--model", chat_model, "--draft", "exit", "--max-new-tokens", "64"
+    """Given itself, or in a file. This model's end of text is the letter q."""
+    session = generate.load(str(chat_model), draft="exit", max_new_tokens=64)
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=4))
     (tmp_path / "g.lark").write_text('start: "x" /[0-9]{2}/ "y"')
-    for option, form, expected in (
-        ("--json-schema", json.dumps(SCHEMA), JSON),
-        ("--json-schema", str(tmp_path / "schema.json"), JSON),
-        ("--regex", "x[0-9]{2}y", "x[0-9]{2}y"),
-        ("--grammar", str(tmp_path / "g.lark"), "x[0-9]{2}y"),
+    for given, expected in (
+        ({"json_schema": SCHEMA}, JSON),
+        ({"json_schema": json.dumps(SCHEMA)}, JSON),
+        ({"json_schema": str(tmp_path / "schema.json")}, JSON),
+        ({"regex": "x[0-9]{2}y"}, "x[0-9]{2}y"),
+        ({"grammar": 'start: "x" /[0-9]{2}/ "y"'}, "x[0-9]{2}y"),
+        ({"grammar": tmp_path / "g.lark"}, "x[0-9]{2}y"),
     ):
-        found = run(*asked, option, form)
-        assert found.status == 0 and re.fullmatch(f"{expected}q", found.out.strip())
-
-
-def test_a_schema_from_python_is_a_dictionary_too(chat_model: Path) -> None:
-    session = generate.load(str(chat_model), draft="lookup", max_new_tokens=64, json_schema=SCHEMA)
-    for sample in (session.write(PROMPT), session.write_all([PROMPT])[0], session.chat().say("hi")):
-        assert re.fullmatch(f"{JSON}q", sample.text)
-    assert session.write(PROMPT, regex="x[0-9]y").text[::2] == "xy"
+        answer = session.chat().say("hi", **given)
+        for sample in (
+            session.write(PROMPT, **given),
+            *session.write_all([PROMPT], **given),
+            answer,
+        ):
+            assert re.fullmatch(f"{expected}q", sample.text)
 
 
 def test_the_model_is_told_the_schema_in_the_system_message(chat_model: Path) -> None:
     tokenizer = Tokenizer(chat_model)
     line = f"Answer in JSON that follows this schema: {json.dumps(SCHEMA)}"
     pretty = json.dumps(SCHEMA, indent=2)
-
-    def decoded(**options: Any) -> str:
-        return tokenizer.decode(encode_prompt(tokenizer, "hi", Options(**options)))
-
-    assert decoded(json_schema=pretty) == decoded(system=line)
-    both = decoded(json_schema=pretty, system="be kind")
-    assert both == decoded(system=f"be kind\n{line}")
-    assert line not in decoded(json_schema=pretty, chat=False)
+    for given, same in (
+        ({"json_schema": pretty}, {"system": line}),
+        ({"json_schema": pretty, "system": "be kind"}, {"system": f"be kind\n{line}"}),
+        ({"json_schema": pretty, "chat": False}, {"chat": False}),
+    ):
+        told, wanted = (encode_prompt(tokenizer, "hi", Options(**each)) for each in (given, same))
+        assert told == wanted
 
 
 def test_where_the_template_refuses_system_messages_the_first_message_tells_it(
@@ -160,8 +152,9 @@ def test_where_the_template_refuses_system_messages_the_first_message_tells_it(
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer.chat_template = refusing + tokenizer.chat_template
     told = encode_prompt(tokenizer, "hi", Options(json_schema="{}"))
-    line = "Answer in JSON that follows this schema: {}"
-    assert told == encode_prompt(tokenizer, f"hi\n{line}", Options())
+    assert told == encode_prompt(
+        tokenizer, "hi\nAnswer in JSON that follows this schema: {}", Options()
+    )
 
 
 def test_a_dead_end_is_told_with_the_grammars_reason(
@@ -169,14 +162,11 @@ def test_a_dead_end_is_told_with_the_grammars_reason(
 ) -> None:
     session = generate.load(str(chat_model), draft="none", regex="[ab]{9}", max_new_tokens=9)
     nothing = torch.zeros(session.config.vocab_size, dtype=torch.bool)
+    reason = "the regular expression: too many states"
     compute = GrammarConstraint._compute
-
-    def failing(self: GrammarConstraint, written: tuple[int, ...]) -> tuple[Any, str | None]:
-        return (
-            (nothing, "the regular expression: too many states")
-            if written
-            else compute(self, written)
-        )
-
-    monkeypatch.setattr(GrammarConstraint, "_compute", failing)
-    assert refusal(session.write, PROMPT) == "the regular expression: too many states"
+    monkeypatch.setattr(
+        GrammarConstraint,
+        "_compute",
+        lambda self, written: (nothing, reason) if written else compute(self, written),
+    )
+    assert refusal(session.write, PROMPT) == reason

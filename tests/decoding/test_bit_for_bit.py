@@ -46,7 +46,7 @@ def check(session: Session, ids: list[int], given: dict[str, Any], tokens: int =
         ways.append({"draft": "skip", "gamma": 4})
     texts = []
     for way in ways:
-        options = session.merged(given, {"max_new_tokens": tokens}, way)
+        options = session.options.merged(given | {"max_new_tokens": tokens}).merged(way)
         texts.append(session.finish(session.begin(ids, options)))
     assert [text.tokens for text in texts] == [texts[0].tokens] * len(ways)
     return texts[0].text

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {
     "grammar": ["decoding/grammar.py"],
-    "together": ["decoding/together.py", "app/several.py"],
+    "together": ["decoding/together.py"],
     "auto": ["decoding/auto.py", "app/offers.py"],
     "parallel": ["model/parallel.py", "app/processes.py"],
     "fast": ["model/fast"],
