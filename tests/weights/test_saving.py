@@ -24,8 +24,8 @@ from tests.oracle import (
     our_model,
 )
 from tests.refusal import refusal
+from weights.checkpoint import save_model
 from weights.load import load_model
-from weights.save import save_model
 
 all_families = pytest.mark.parametrize("family", FAMILIES)
 TOKENS = torch.arange(14)[None] % VOCAB
@@ -90,7 +90,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, 
     save_model(random_model(raw_config("llama")), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr("weights.save.write_json", Mock(side_effect=full))
+    monkeypatch.setattr("weights.checkpoint.write_json", Mock(side_effect=full))
     said = refusal(save_model, random_model(raw_config("gemma2")), tmp_path)
     assert "cannot be written: " in said and "No space left on device" in said
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
