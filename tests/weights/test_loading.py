@@ -27,7 +27,7 @@ from tests.folders import GEMMA2, LLAMA, random_state, write_folder
 from tests.ranks import part_of
 from tests.refusal import refusal
 from weights import load
-from weights.checkpoint import STORED_DTYPES, StoredTensor
+from weights.checkpoint import HEAD, STORED_DTYPES, StoredTensor
 from weights.load import load_model, model_fingerprint, model_folder, pick_dtype, read_config
 from weights.tokenizer import Tokenizer
 
@@ -84,31 +84,34 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(
-    ("head", "has_embedding", "extra", "holds_head", "said"),
+    ("change", "holds_head", "said"),
     [
-        (lambda rows: rows.clone(), True, {}, False, "does not read: lm_head.weight"),
-        (lambda rows: rows.float() + 1e-9, True, {}, False, "does not read: lm_head.weight"),
-        (lambda rows: rows + 1, True, {}, True, "tied in config.json, differ: both stay"),
-        (lambda rows: rows.clone(), False, {}, False, ""),
-        (None, True, EXTRA, False, "not read: embeddings.position_ids, layers.0.self_attn.bias, "),
+        (lambda state: {HEAD: state[EMBEDDING].clone()}, False, "does not read: lm_head.weight"),
+        (
+            lambda state: {HEAD: state[EMBEDDING].float() + 1e-9},  # equal after rounding
+            False,
+            "does not read: lm_head.weight",
+        ),
+        (
+            lambda state: {HEAD: state[EMBEDDING] + 1},
+            True,
+            "tied in config.json, differ: both stay",
+        ),
+        (lambda state: {HEAD: state.pop(EMBEDDING)}, False, ""),
+        (lambda _: EXTRA, False, "not read: embeddings.position_ids, layers.0.self_attn.bias, "),
     ],
     ids=["equal", "equal after rounding", "another", "a head alone", "extra"],
 )
 def test_a_tied_head_and_extra_tensors_are_those_of_transformers(
-    head: Callable[[Tensor], Tensor] | None,
-    has_embedding: bool,
-    extra: dict[str, Tensor],
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     holds_head: bool,
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A stored head that differs from the tied embedding is kept; a line says what is not read."""
-    state = random_state(TIED, dtype=torch.bfloat16) | extra
-    if head:
-        state["lm_head.weight"] = head(state[EMBEDDING])
-    if not has_embedding:
-        del state[EMBEDDING]
+    state = random_state(TIED, dtype=torch.bfloat16)
+    state |= change(state)
     model = load_model(write_folder(tmp_path, TIED, state), torch.bfloat16)
     assert (model.lm_head is not None) == (not model.config.tie_embeddings) == holds_head
     found = capsys.readouterr().err

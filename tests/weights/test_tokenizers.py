@@ -215,8 +215,11 @@ def llama_3(folder: Path) -> None:
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     library.train_from_iterator(CORPUS, trainer)
     library.add_special_tokens([AddedToken(name, normalized=False) for name in control])
     # plain text that no piece spells like this
@@ -398,18 +401,15 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(tokenizer, oracle
     assert tokenizer.encode_chat(messages) == expected["input_ids"]
 
 
-def test_a_name_counts_as_it_is_spelt_whatever_normalisation_makes_of_it(folders, tmp_path):
+def test_a_name_counts_as_it_is_spelt_whatever_normalisation_makes_of_it(changed, tmp_path):
     """What a user types, and is normalised to it, is text."""
-    settings_ = copy_of(folders["llama-3"], tmp_path)
     library = Library.from_file(str(tmp_path / "tokenizer.json"))
     library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     library.add_special_tokens([AddedToken("<|END|>", normalized=True)])
     library.add_tokens([AddedToken("café", normalized=False)])
     library.save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, **settings_ | {"chat_template": "{{ messages[0].content }} <|END|>"})
-    tokenizer, oracle = (
-        read(tmp_path) for read in (Tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained)
-    )
+    tokenizer = changed(chat_template="{{ messages[0].content }} <|END|>")
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     end = tokenizer.special["<|END|>"]
     text = "Ａ <|END|><|eot_id|> Fuß"
     assert tokenizer.encode(text, find_names=True) == oracle.encode(text)
@@ -530,7 +530,6 @@ def test_tokens_that_the_settings_add_or_list_are_control_tokens(
     typed = after.encode(f"a{name}c")
     assert after.decode(typed) == f"a{name}c" and number not in typed
     assert after.encode_chat([USER])[-1] == number and after.token_bytes(number) == b""
-    assert name == "<|im_end|>" or number in tokenizer.encode(f"a{name}c")
 
 
 @pytest.mark.parametrize(
