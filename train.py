@@ -53,21 +53,20 @@ def train(options: argparse.Namespace) -> None:
     began = monotonic()
     next_save = FIRST_SAVE
     next_note = 0.0
-    for step in range(state["step"], options.steps):
-        loss = backward(model, rows, options, step)
-        norm = clip_grad_norm_(model.parameters(), 1.0).item()
+    for done in range(state["step"] + 1, options.steps + 1):
+        loss = backward(model, rows, options, done - 1)
+        norm = clip_grad_norm_(model.parameters(), max_norm=1.0).item()
         if not math.isfinite(loss + norm):
             raise InputError(
-                f"the loss or its gradient is non-finite in step {step + 1}: the last saved"
+                f"the loss or its gradient is non-finite in step {done}: the last saved"
                 " state is kept; start again with a lower --learning-rate and another --out"
             )
-        share = learning_rate(step, options.steps, options.warm_up)
+        share = learning_rate(done - 1, options.steps, options.warm_up)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = optimiser.defaults["lr"] * share
             optimiser.step()
             optimiser.zero_grad()
-        done = step + 1
         state["step"] = done
         state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
         is_judged = done == options.steps or done % options.save_every == 0
@@ -87,10 +86,9 @@ def train(options: argparse.Namespace) -> None:
 
 def learning_rate(step: int, steps: int, warm_up: int) -> float:
     """Return the share of the peak rate: a linear warm-up to 1, then a cosine down to a tenth."""
-    if step < warm_up:
-        return (step + 1) / warm_up
-    done = (step - warm_up) / max(1, steps - warm_up)
-    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+    done = max(0, step - warm_up) / max(1, steps - warm_up)
+    cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+    return cosine * min(1.0, (step + 1) / max(1, warm_up))
 
 
 def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.optim.Optimizer]:

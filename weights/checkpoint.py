@@ -37,7 +37,6 @@ OTHER_FORMATS = {  # often given in place of a model: the end of a file's name, 
     " of peft, and save the result",
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-REPLACED = (*TOKEN_IDS, "dtype")  # fields of a model's config.json that are not copied as they are
 # glob patterns of a folder's tokenizer files
 TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "generation_config.json")
 
@@ -155,8 +154,9 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
         for name, parameter in model.named_parameters()
     }
     source = read_optional_json(tokenizer_from / "config.json") if tokenizer_from else {}
+    replaced = (*TOKEN_IDS, "dtype")
     config = {
-        **{key: value for key, value in model.config.source.items() if key not in REPLACED},
+        **{key: value for key, value in model.config.source.items() if key not in replaced},
         **{key: source[key] for key in TOKEN_IDS if key in source},
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.config.tie_embeddings,

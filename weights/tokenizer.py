@@ -86,8 +86,7 @@ class Tokenizer:
             wants_bos = settings.get("add_bos_token")
             if wants_bos is not None:
                 bos = self.names["bos_token"] if wants_bos else ""
-                begin = {name: number for name, number in self.special.items() if name == bos}
-                begin_with(begin, self.library)
+                begin_with({bos: self.special[bos]} if bos in self.special else {}, self.library)
         longest_first = sorted(self.special, key=len, reverse=True)
         self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         named = self.special.get(self.names["eos_token"])
