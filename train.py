@@ -35,8 +35,6 @@ from training.recipe import (
 from training.run import OPTIONS, load_run, read_inputs, save_run
 from training.text import Rows
 
-MAX_NORM = 1.0  # of a step's gradient
-BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 LAST_RATE = 0.1  # share of the peak learning rate at the end
 FIRST_SAVE = 30.0  # seconds after the start; later ones after twice the time of the one before
@@ -55,21 +53,20 @@ def train(options: argparse.Namespace) -> None:
     began = monotonic()
     next_save = FIRST_SAVE
     next_note = 0.0
-    for step in range(state["step"], options.steps):
-        loss = backward(model, rows, options, step)
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM).item()
+    for done in range(state["step"] + 1, options.steps + 1):
+        loss = backward(model, rows, options, done - 1)
+        norm = clip_grad_norm_(model.parameters(), max_norm=1.0).item()
         if not math.isfinite(loss + norm):
             raise InputError(
-                f"the loss or its gradient is non-finite in step {step + 1}: the last saved"
+                f"the loss or its gradient is non-finite in step {done}: the last saved"
                 " state is kept; start again with a lower --learning-rate and another --out"
             )
-        share = learning_rate(step, options.steps, options.warm_up)
+        share = learning_rate(done - 1, options.steps, options.warm_up)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = optimiser.defaults["lr"] * share
             optimiser.step()
             optimiser.zero_grad()
-        done = step + 1
         state["step"] = done
         state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
         is_judged = done == options.steps or done % options.save_every == 0
@@ -84,14 +81,14 @@ def train(options: argparse.Namespace) -> None:
         if is_judged or seconds > next_note:
             next_note = seconds + BETWEEN_NOTES
             say(f"step {done} of {options.steps}: loss {loss:.3f}")
+    say(f"all {options.steps} steps are done: the model is in {options.out}")
 
 
 def learning_rate(step: int, steps: int, warm_up: int) -> float:
     """Return the share of the peak rate: a linear warm-up to 1, then a cosine down to a tenth."""
-    if step < warm_up:
-        return (step + 1) / warm_up
-    done = (step - warm_up) / max(1, steps - warm_up)
-    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+    done = max(0, step - warm_up) / max(1, steps - warm_up)
+    cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+    return cosine * min(1.0, (step + 1) / max(1, warm_up))
 
 
 def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.optim.Optimizer]:
@@ -110,25 +107,24 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
         {"params": [each for each in rest if each.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [each for each in rest if each.dim() <= 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
-    if not muon:
-        return [adamw]
-    return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)]
+    optimisers = [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)]
+    if muon:
+        optimisers.append(torch.optim.Muon([*muon], lr=muon_rate, weight_decay=WEIGHT_DECAY))
+    return optimisers
 
 
 def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int) -> float:
     """Return the mean loss of a step's micro-batches, and leave its gradient in the parameters."""
-    layers = model.num_layers
     growth = 1.0 if options.start_from else growth_from_scratch(step, options.steps)
-    rates = torch.tensor(dropout_rates(layers, options.layer_dropout, growth))[:, None]
-    on = exits_on(options.curriculum, layers, step, options.steps, options.rotation)
+    rates = torch.tensor(dropout_rates(model.num_layers, options.layer_dropout, growth))[:, None]
+    on = exits_on(options.curriculum, model.num_layers, step, options.steps, options.rotation)
     weights = exit_weights(on, options.exit_scale, options.exit_power)
     mean = torch.zeros((), device=model.device)
     for micro in range(options.accumulate):
         seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed))
         tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
-        kept = torch.rand(layers, options.batch, generator=generator) >= rates
+        kept = torch.rand(len(rates), options.batch, generator=generator) >= rates
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
             loss = recipe_loss(model, tokens, kept.to(model.device), weights, options.exit_teaching)
         share = loss / options.accumulate

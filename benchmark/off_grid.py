@@ -18,9 +18,9 @@ from app.options import Options
 from app.session import Session
 from model.decoder import Decoder
 from model.quantise import GROUP, quantise
+from weights.checkpoint import save_model
 from weights.importance import PROMPTS, input_squares, linear_layers
 from weights.load import load_model
-from weights.save import save_model
 
 TOKENS = 48  # of each text
 TEXTS = 8  # sets of texts that the inputs are measured on

@@ -27,6 +27,7 @@ from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
 from decoding.rounds import Statistics
 from search.texts import PROMPTS, after_documents
+from training.corpus.stories import repetition
 
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of texts whose first token is timed
 LONGEST_IF_QUICK = 1024
@@ -73,7 +74,7 @@ def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device
     runs = take_turns(ways, cases, device)
     written = {name: [each for each, _ in own] for name, own in runs.items()}
     seconds = {name: [each.seconds or took for each, took in own] for name, own in runs.items()}
-    share = repeated([text for each in written["plain"] for text in each.texts])
+    share = repetition([text for each in written["plain"] for text in each.texts])
     kinds = [*dict.fromkeys(case.kind for case in cases)]
     rows = []
     for name, own in written.items():
@@ -100,13 +101,6 @@ def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device
             row[kind] = median(compress(speedups, [case.kind == kind for case in cases]))
         rows.append(row)
     return rows
-
-
-def repeated(texts: Sequence[Sequence[int]]) -> float:
-    """Return the share of the texts' four-grams that occurred before in their text."""
-    grams = [[*zip(text, text[1:], text[2:], text[3:], strict=False)] for text in texts]
-    count = sum(map(len, grams))
-    return (count - sum(len({*each}) for each in grams)) / max(1, count)
 
 
 def costs_section(bench: Bench) -> list[Row]:

@@ -21,8 +21,8 @@ from model.errors import InputError, explaining
 from model.families import build
 from training.recipe import CURRICULA
 from training.text import Rows, read_documents, rows_of, train_tokenizer
+from weights.checkpoint import save_model
 from weights.load import load_model, model_folder
-from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
 Part = torch.nn.Module | torch.optim.Optimizer  # of a run, saved by its ``state_dict``

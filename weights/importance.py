@@ -33,8 +33,10 @@ def set_importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
         return
     layers = linear_layers(model)
     path = importance_file(model, folder)
-    found = read_importance(path, layers)
-    if found is None:
+    found = {}
+    with suppress(OSError, SafetensorError):  # absent or damaged
+        found = load_file(path)
+    if found.keys() != layers.keys():
         say("measuring the importance of this checkpoint's weights, kept for later runs")
         prompts = [encode(tokenizer, prompt)[: model.max_positions] for prompt in PROMPTS]
         found = {name: each.cpu() for name, each in input_squares(model, prompts).items()}
@@ -51,20 +53,6 @@ def importance_file(model: Decoder, folder: Path) -> Path:
     dtype = str(model.dtype).removeprefix("torch.")
     name = f"{model_fingerprint(folder)}-{dtype}-{version([Path(__file__), PROMPTS_FILE])}"
     return cache_folder() / "importance" / f"{name}.safetensors"
-
-
-def read_importance(path: Path, layers: dict[str, nn.Module]) -> dict[str, Tensor] | None:
-    """Return the importance in a file by the layer's name; None where it is absent or damaged."""
-    if not path.is_file():
-        return None
-    found = {}
-    with suppress(OSError, SafetensorError):
-        found = load_file(path)
-    wanted = {name: (layer.weight.shape[1],) for name, layer in layers.items()}
-    if {name: tuple(each.shape) for name, each in found.items()} == wanted:
-        return found
-    say(f"{path} cannot be read: it is made anew")
-    return None
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:

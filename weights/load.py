@@ -1,7 +1,9 @@
-"""Model folders: found by name, loaded as a model, and told apart by a fingerprint.
+"""Model folders: found by name or on the Hugging Face hub, loaded, and told apart by a fingerprint.
 
-A checkpoint's tensors are compared with its config before memory for them is allocated. Loading
-takes the memory of the weights and of one stored tensor. Knows nothing of options and decoding.
+The hub's library downloads into its cache, and obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and
+HF_ENDPOINT. A checkpoint's tensors are compared with its config before memory for them is
+allocated. Loading takes the memory of the weights and of one stored tensor. Knows nothing of
+options and decoding.
 """
 
 from __future__ import annotations
@@ -11,28 +13,35 @@ import json
 import os
 import re
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import huggingface_hub as hub  # imports its parts when they are used
 import torch
+from rich.filesize import decimal
 
 from app.common.command_line import say
 from app.common.files import read_json
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.device import multiplies_bf16
-from model.errors import InputError, explaining
+from model.errors import InputError, explaining, one_line
 from model.families import build
 from weights.checkpoint import (
     EMBEDDING,
     HEAD,
+    INDEX,
     STORED_DTYPES,
+    TOKENIZER_FILES,
+    WHOLE,
     StoredTensor,
     bytes_of,
+    indexed_files,
     refuse_other_formats,
     stored_tensors,
 )
+from weights.memory import free_bytes, parameter_count
 
 if TYPE_CHECKING:
     from model.parallel import Shard
@@ -44,8 +53,10 @@ DTYPES = {  # by their names on a command line
     "float16": torch.float16,
     "float64": torch.float64,
 }
+CONFIG = "config.json"
+DOWNLOADED = [CONFIG, INDEX, WHOLE, *TOKENIZER_FILES]  # from the hub, before any shards
+NARROWEST = 2  # bytes per weight in bfloat16 and float16
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-NOT_INSTALLED = ("small-llama", "tiny-gemma2")  # in the repository, but in no wheel of it
 SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
 
@@ -57,25 +68,79 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     A model on the hub is downloaded, at ``revision``. Raises InputError where there is none.
     """
     for folder in (Path(name), WEIGHTS / name):
-        if os.path.isfile(folder / "config.json"):
+        if os.path.isfile(folder / CONFIG):
             if revision is not None:
                 raise InputError(f"--revision is for models on the hub, but {folder} is a folder")
             return folder
     if HUB_NAME.fullmatch(name) and not os.path.exists(name):
-        from weights.hub import download  # its library takes long to import
-
         return download(name, revision)
     refuse_other_formats(Path(name))
     known = sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
     remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
-    if os.path.isfile(WEIGHTS / "configs" / name / "config.json"):
+    if os.path.isfile(WEIGHTS / "configs" / name / CONFIG):
         remedy = f"fetch it: python -m weights.fetch {name}"
-    elif name in NOT_INSTALLED:
-        remedy = f"clone the project's repository, and give the path of weights/{name} there"
     raise InputError(
         f"no folder {name!r:.200} with a config.json, and weights/ holds {', '.join(known)}:"
         f" {remedy}"
     )
+
+
+def download(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a model on the hub, at a branch, tag or commit: ``main`` by default.
+
+    Only safetensors, config and tokenizer files are downloaded, after ``config.json`` has shown
+    that the model can run here. Raises InputError for a model that is unknown, gated or cannot run
+    here, and where the download fails.
+    """
+    try:
+        if not isinstance(hub.try_to_load_from_cache(name, CONFIG, revision=revision), str):
+            # once, where hf_hub_download would try for half a minute
+            hub.get_hf_file_metadata(hub.hf_hub_url(name, CONFIG, revision=revision))
+        config = Path(hub.hf_hub_download(name, CONFIG, revision=revision))
+        check_size(name, parse_config(read_json(config)))
+        # the commit of this config.json, so that all files are of one version
+        commit = config.parent.name
+        folder = Path(hub.snapshot_download(name, revision=commit, allow_patterns=DOWNLOADED))
+        if not (folder / WHOLE).exists():
+            shards = [path.name for path in indexed_files(folder)]
+            hub.snapshot_download(name, revision=commit, allow_patterns=shards)
+        return folder
+    except InputError:
+        raise
+    except Exception as error:  # of the hub, the network and their libraries
+        raise InputError(f"{name} {reason_of(error, revision)}") from None
+
+
+def check_size(name: str, config: ModelConfig) -> None:
+    """Raise InputError where the weights in the narrowest dtype need more than all free memory."""
+    needed = parameter_count(config) * NARROWEST
+    gpus = (torch.device("cuda", number) for number in range(torch.cuda.device_count()))
+    free = max(free_bytes(torch.device("cpu")), sum(map(free_bytes, gpus)))
+    if needed > free:
+        raise InputError(
+            f"{name} does not fit: its weights take {decimal(needed)}, and {decimal(free)} are"
+            " free: give a smaller --model"
+        )
+
+
+def reason_of(error: Exception, revision: str | None) -> str:
+    """Return the reason of a failed download, and its remedy, to follow the name of the model."""
+    from huggingface_hub import errors  # takes long to import, which a failure alone pays
+
+    reasons = {
+        errors.GatedRepoError: "is gated: ask for access on its page, and set HF_TOKEN",
+        errors.RepositoryNotFoundError: "is no folder, and no model on the hub that you may see:"
+        " check its name, or set HF_TOKEN if it is private",
+        errors.RevisionNotFoundError: f"has no revision {revision!r:.80}: give a branch, a tag or a"
+        " commit",
+        errors.RemoteEntryNotFoundError: f"has no {CONFIG}: it is no model in Hugging Face's"
+        " format",
+        errors.OfflineModeIsEnabled: "is no folder, and the cache of the hub lacks it: unset"
+        " HF_HUB_OFFLINE to fetch it",
+        Exception: "is no folder, and could not be downloaded from the hub: check the network, and"
+        f" run the same command again: {one_line(error)}",
+    }
+    return next(reason for kind, reason in reasons.items() if isinstance(error, kind))
 
 
 def shown_name(folder: Path) -> str:
@@ -91,7 +156,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the config of a Hugging Face folder. Raises InputError for an unsupported
     architecture.
     """
-    return parse_config(read_json(folder / "config.json"))
+    return parse_config(read_json(folder / CONFIG))
 
 
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
@@ -139,11 +204,10 @@ def load_model(
         model = build(
             replace(shard.local, tie_embeddings=config.tie_embeddings) if shard else config
         )
-    state = {}
-    for name, tensor in wanted.items():
-        state[name] = tensor.read(shard.cut(name) if shard else None).to(device, dtype)
-        if dtype == torch.float16 != tensor.dtype and not state[name].isfinite().all():
-            raise InputError(f"{folder}: numbers of {name} exceed float16: give --dtype float32")
+    state = {
+        name: tensor.read(shard.cut(name) if shard else None).to(device, dtype)
+        for name, tensor in wanted.items()
+    }
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -173,22 +237,15 @@ def wanted_tensors(
     return wanted
 
 
+@cache
 def model_fingerprint(folder: Path) -> str:
     """Return a hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of each
-    tensor: 16 hex digits.
+    tensor, 16 hex digits, of the folder as this process first finds it.
 
     It is fast at any size. In practice a training step changes some of these bytes of every tensor
     that it trains. So a file made for one model is not used with another.
     """
-    files = sorted(each for each in folder.iterdir() if each.suffix in (".json", ".safetensors"))
-    stats = [each.stat() for each in files]
-    return fingerprint_at(folder, tuple((each.st_mtime_ns, each.st_size) for each in stats))
-
-
-@lru_cache
-def fingerprint_at(folder: Path, changes: tuple[tuple[int, int], ...]) -> str:
-    """Compute ``model_fingerprint`` once between ``changes`` of the folder's files."""
-    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(read_json(folder / CONFIG), sort_keys=True).encode())
     for name, tensor in sorted(stored_tensors(folder, read_config(folder)).items()):
         digest.update(f"{name} {tensor.shape} {STORED_DTYPES.get(tensor.stored_as)}".encode())
         stored = bytes_of(tensor.mapped())

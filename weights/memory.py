@@ -76,8 +76,8 @@ def estimate(
     widest = max(each.hidden_size + each.intermediate_size for each in models)
     layer = 3 * min(prompt, PREFILL_CHUNK) * widest * dtype.itemsize
     # With a soft cap no fused kernel computes the attention: three tensors of scores at once.
-    scores = 3 * min(prompt, QUERIES) * config.num_heads * prompt * wide_dtype(dtype).itemsize
-    scores = scores if config.attention_soft_cap else 0
+    capped_heads = config.num_heads if config.attention_soft_cap else 0
+    scores = 3 * min(prompt, QUERIES) * capped_heads * prompt * wide_dtype(dtype).itemsize
     rows = min(longest_draft + 1, max(1, positions - prompt))
     copies = LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES
     logits = copies * rows * config.vocab_size * wide_dtype(dtype).itemsize
@@ -121,8 +121,7 @@ def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
 
 def has_memory_for(model: Decoder, plans: Iterable[LayerPlan]) -> bool:
     """Tell whether the low-bit copies of these plans, if there are any, fit into free memory."""
-    copies = sum(low_bit_bytes(model.config, plan) for plan in plans)
-    return not copies or copies < free_bytes(model.device)
+    return sum(low_bit_bytes(model.config, plan) for plan in plans) <= free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -7,7 +7,7 @@ of files' formats, which ``tokenizer_files`` reads, and of Jinja, which ``chat_t
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,18 @@ from tokenizers import AddedToken, decoders, models
 
 from app.common.command_line import say
 from app.common.files import check_is_fetched, read_optional_json, read_text
-from model.config import LARGEST
 from model.errors import InputError, explaining
-from weights.chat_template import NO_VARIABLES, as_text, default_template, render
-from weights.tokenizer_files import SPACE_MARK, begin_with, pieces_of, read_library
+from weights.chat_template import default_template, render
+from weights.tokenizer_files import (
+    SPACE_MARK,
+    begin_with,
+    control_tokens,
+    ending_ids,
+    named_tokens,
+    pieces_of,
+    read_library,
+)
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# of an added token: whether blanks before and after belong to it, and whether it may touch letters
-FLAGS = ("lstrip", "rstrip", "single_word")
 # a text whose tokens must be spelt as the file's own decoder spells them
 SAMPLE = "The quick brown fox isn't 12 years old.\n\n\tif (x != [3.5]):  naïve café — 日本語"
 
@@ -73,17 +77,16 @@ class Tokenizer:
             self.chat_template = default_template(settings.get("chat_template"))
         if (folder / "chat_template.jinja").exists():
             self.chat_template = read_text(folder / "chat_template.jinja")
-        private = range(0xE000, 0xF900)  # characters without a meaning
-        self.placeholder = "".join(chr(secrets.choice(private)) for _ in range(12))
+        # characters without a meaning
+        self.placeholder = "".join(chr(secrets.choice(range(0xE000, 0xF900))) for _ in range(12))
         # raised by the libraries
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
             self._read_tokens(path, listed)
             # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
             wants_bos = settings.get("add_bos_token")
             if wants_bos is not None:
-                bos = self.names["bos_token"]
-                has_bos = wants_bos and bos in self.special
-                begin_with({bos: self.special[bos]} if has_bos else {}, self.library)
+                bos = self.names["bos_token"] if wants_bos else ""
+                begin_with({bos: self.special[bos]} if bos in self.special else {}, self.library)
         longest_first = sorted(self.special, key=len, reverse=True)
         self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         named = self.special.get(self.names["eos_token"])
@@ -111,17 +114,19 @@ class Tokenizer:
                 f"{path}: its decoder is neither byte-level nor that of sentencepiece, the kinds"
                 " that this project reads: use a model with one of them"
             )
-        # A token that the model does not have: its vocabulary was read before.
+        # The model does not have this token: its vocabulary was read before.
         self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
 
     def _check_end_of_turn(self, folder: Path) -> None:
         """Print a line where the chat template ends answers with a token that ends no text."""
-        answer = self.placeholder
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-        rest = ""
+        turns = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": self.placeholder},
+        ]
+        text = ""
         with suppress(InputError):
-            text = render(self.chat_template, turns, self.names, add_generation_prompt=False)
-            rest = text.partition(answer)[2]
+            text = render(self.chat_template, turns, self.names, {}, add_generation_prompt=False)
+        _, _, rest = text.partition(self.placeholder)
         end = next((part for part in self._split(rest) if isinstance(part, int)), None)
         if end is not None and end not in self.eos_ids:
             say(
@@ -177,7 +182,7 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, str]],
         answer: str = "",
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        variables: Mapping[str, Any] = {},
     ) -> list[int]:
         """Return the token ids of a conversation up to the beginning of the assistant's answer, and
         of an ``answer`` that has begun. The template also has these ``variables``, JSON values.
@@ -217,70 +222,3 @@ class Tokenizer:
         """
         data = b"".join(map(self.token_bytes, tokens))
         return data.removeprefix(b" " if self.adds_space else b"").decode("utf-8", errors="replace")
-
-
-def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, AddedToken]]:
-    """Return the names of tokens by role, and control tokens by id, from tokenizer_config.json.
-
-    Raises errors of several kinds for a form that transformers does not write.
-    """
-    given = {key: settings.get(key) or "" for key in NAMED_TOKENS}
-    names = {
-        key: as_text(name["content"] if isinstance(name, dict) else name)
-        for key, name in given.items()
-    }
-    listed = {
-        int(number): AddedToken(
-            as_text(entry["content"]),
-            special=True,
-            **{flag: entry.get(flag, False) for flag in FLAGS},
-        )
-        for number, entry in (settings.get("added_tokens_decoder") or {}).items()
-        if entry["special"]
-    }
-    token_ids([*listed], "added_tokens_decoder")
-    return names, listed
-
-
-def ending_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
-    """Return the ids that end a text: those of generation_config.json, or else of config.json, or
-    else the ``named`` ones. Raises InputError for what is no id.
-    """
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        found = read_optional_json(path).get("eos_token_id")
-        if found is not None:
-            return token_ids(found, f"{path}: eos_token_id")
-    return named
-
-
-def token_ids(value: Any, place: str) -> frozenset[int]:
-    """Return the set of one token id or of a list of them. Raises InputError, which names the
-    ``place``, for any other value.
-    """
-    ids = value if isinstance(value, list) else [value]
-    if not all(type(each) is int and 0 <= each < LARGEST for each in ids):
-        raise InputError(f"{place} must be a token id or a list of them, found {value!r:.80}")
-    return frozenset(ids)
-
-
-def control_tokens(
-    library: tokenizers.Tokenizer,
-    vocabulary: Mapping[str, int],
-    listed: Mapping[int, AddedToken],
-    names: Iterable[str],
-) -> dict[str, int]:
-    """Return the ids of control tokens by name: those of the tokenizer file, those that
-    tokenizer_config.json has ``listed`` with ids, and those that it only names.
-
-    The settings' tokens that are in the file's vocabulary become control tokens of the library
-    too. The ids of the others are beyond the vocabulary.
-    """
-    own = {
-        token.content: number
-        for number, token in library.get_added_tokens_decoder().items()
-        if token.special
-    }
-    given = {token.content: number for number, token in listed.items()}
-    more = {*given, *names} & vocabulary.keys() - own.keys()
-    library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
-    return {**given, **{each: vocabulary[each] for each in more}, **own}

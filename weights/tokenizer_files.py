@@ -1,21 +1,26 @@
 """Tokenizer files: two kinds, read into the tokenizers library, and the bytes of their pieces.
 
-``tokenizer.json`` is the library's own file, ``tokenizer.model`` sentencepiece's. A piece is a
-token as the file spells it: byte-level, in an alphabet with a character per byte, or by the rules
-of sentencepiece.
+``tokenizer.json`` is the library's own file, ``tokenizer.model`` sentencepiece's. Others say which
+tokens are control tokens and which end a text. A piece is a token as the file spells it:
+byte-level, in an alphabet with a character per byte, or by the rules of sentencepiece. A third kind
+of pieces needs a case in ``piece_bytes`` and one in ``Tokenizer.encode_continuation``.
 """
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from model.config import LARGEST
+from app.common.files import read_optional_json
 from model.errors import InputError
 
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# of an added token: whether blanks before and after belong to it, and whether it may touch letters
+FLAGS = ("lstrip", "rstrip", "single_word")
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -123,6 +128,65 @@ def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, AddedToken]]:
+    """Return the names of tokens by role, and control tokens by id, from tokenizer_config.json.
+
+    Raises errors of several kinds for a form that transformers does not write.
+    """
+    given = {role: settings.get(role) or "" for role in NAMED_TOKENS}
+    names = {
+        role: name["content"] if isinstance(name, dict) else name for role, name in given.items()
+    }
+    listed = {
+        int(number): AddedToken(
+            entry["content"], special=True, **{flag: entry.get(flag, False) for flag in FLAGS}
+        )
+        for number, entry in (settings.get("added_tokens_decoder") or {}).items()
+        if entry["special"]
+    }
+    return names, listed
+
+
+def ending_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
+    """Return the ids that end a text: those of generation_config.json, or else of config.json, or
+    else the ``named`` ones. Raises InputError for what is no id.
+    """
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        found = read_optional_json(path).get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(each) is int and each >= 0 for each in ids):
+                raise InputError(
+                    f"{path}: eos_token_id must be a token id or a list of them, found"
+                    f" {found!r:.80}"
+                )
+            return frozenset(ids)
+    return named
+
+
+def control_tokens(
+    library: tokenizers.Tokenizer,
+    vocabulary: Mapping[str, int],
+    listed: Mapping[int, AddedToken],
+    names: Iterable[str],
+) -> dict[str, int]:
+    """Return the ids of control tokens by name: those of the tokenizer file, those that
+    tokenizer_config.json has ``listed`` with ids, and those that it only names.
+
+    The settings' tokens that are in the file's vocabulary become control tokens of the library
+    too. The ids of the others are beyond the vocabulary.
+    """
+    own = {
+        token.content: number
+        for number, token in library.get_added_tokens_decoder().items()
+        if token.special
+    }
+    given = {token.content: number for number, token in listed.items()}
+    more = {*given, *names} & vocabulary.keys() - own.keys()
+    library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
+    return {**given, **{each: vocabulary[each] for each in more}, **own}
+
+
 def pieces_of(
     vocabulary: Mapping[str, int],
     added: Container[int],
@@ -130,13 +194,9 @@ def pieces_of(
     byte_level: bool,
 ) -> list[bytes]:
     """Return the bytes of each token by its id: none for control tokens and for ids without a
-    token. An ``added`` token is plain text, also where other pieces are byte-level. Raises
-    ValueError for an id that no model has.
+    token. An ``added`` token is plain text, also where other pieces are byte-level.
     """
-    largest = max(*vocabulary.values(), *special.values())
-    if largest >= LARGEST:  # a damaged file must not ask for the memory of a billion
-        raise ValueError(f"its largest token id is {largest}")
-    pieces = [b""] * (1 + largest)
+    pieces = [b""] * (1 + max(*vocabulary.values(), *special.values()))
     for piece in vocabulary.keys() - special.keys():
         number = vocabulary[piece]
         is_text = byte_level and number in added

@@ -119,5 +119,5 @@ def test_an_installation_works_beside_a_users_modules_of_the_same_names(
         check=True,
     )
     names, refusal, *texts = done.stdout.splitlines()
-    assert names == "False specdec.app.session" and "weights/small-llama there" in refusal
+    assert names == "False specdec.app.session" and "holds tiny-llama: give a path" in refusal
     assert len(texts) == 2 and texts[0] == texts[1]

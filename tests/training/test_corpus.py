@@ -10,26 +10,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from app.session import load
 from tests.calls import interrupted, recorded, status_of
-from tests.folders import VOCAB_SIZE, write_folder
 from training.corpus import __main__ as corpus
-from training.corpus import stories as templates
 from training.corpus.stories import (
-    MOST_REPEATED,
+    TEMPLATES,
     before_repetition,
     kept_story,
     repetition,
     words_of,
 )
-
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + '\\n' + message['content'] + '<|end|>' }}{%"
-    " endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
-)
-
 
 # The file.
 
@@ -49,7 +40,6 @@ def test_a_file_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
     """Responses that begin alike are written once."""
     path, stories = tmp_path / "texts.jsonl", {}
     corpus.add(stories, TEXTS[:2], path)
-    assert read(path) == TEXTS[:2]
     same = "x" * corpus.DISTINCT_CHARACTERS
     first, alike, other = (
         {"prompt": "", "response": text} for text in (same + "a", same + "b", same[1:])
@@ -58,41 +48,12 @@ def test_a_file_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
     assert read(path) == [*TEXTS, first, other]
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (b"Dear diary\n", "line 1 is not valid JSON"),
-        (b'{"prompt": "", "response": 3}\n', "is not a file of this command"),
-        (b'{"prompt": "", "response": ""}\n{"pro', "line 2 is not valid JSON"),
-        (b"\xff\n", "cannot be read as UTF-8"),
-    ],
-)
-def test_a_file_of_something_else_is_refused_and_left_alone(
-    content: bytes, complaint: str, write: Command, tmp_path: Path
-) -> None:
-    path = tmp_path / "other.jsonl"
-    path.write_bytes(content)
-    status, said = write("--tokens", 10, "--out", path)
-    assert status == 2 and complaint in said and path.read_bytes() == content
-
-
 # The command.
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a chat template whose turns end with END, a token that it is fond of."""
-    folder = write_folder(tmp_path_factory.mktemp("models") / "chat", eos_ids=(VOCAB_SIZE - 1,))
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"][-1] *= 4
-    save_file(state, folder / "model.safetensors")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture
 def write(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chat_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Command:
     """Run the command on the tiny model: its status and its standard error.
 
@@ -101,7 +62,7 @@ def write(
     monkeypatch.setattr(corpus, "kept_story", lambda text, subjects: text)
 
     def command(*arguments: object) -> tuple[int, str]:
-        options = f"--model {folder} --temperature 2 --top-k 0 --max-new-tokens 9 --batch 12"
+        options = f"--model {chat_model} --temperature 2 --top-k 0 --max-new-tokens 9 --batch 12"
         status = status_of(corpus.main, [*options.split(), *map(str, arguments)])
         return status, capsys.readouterr().err
 
@@ -117,16 +78,11 @@ def test_the_command_writes_stories_until_there_are_tokens_enough(
     assert status == 0 and "of 500 tokens" in said
     rows = read(out)
     for row in rows:
-        beginnings = [
-            opening.format(who=who)
-            for opening in templates.TEMPLATES["opening"]
-            for who in templates.TEMPLATES["who"]
-            if who in row["prompt"]
-        ]
-        assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(beginnings))
-    before = out.read_bytes()
+        heroes = [who for who in TEMPLATES["who"] if who in row["prompt"]]
+        openings = [form.format(who=who) for form in TEMPLATES["opening"] for who in heroes]
+        assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(openings))
     assert write("--tokens", 500, "--out", out)[0] == 0
-    assert out.read_bytes() == before, "there were tokens enough already"
+    assert read(out) == rows, "there were tokens enough already"
 
 
 def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
@@ -149,45 +105,44 @@ def test_a_model_in_a_loop_is_given_up(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("content", "arguments", "complaint"),
     [
-        (["--tokens", 0], "must be at least 1"),
-        (["--max-new-tokens", 0], "must be at least 1"),
-        (["--temperature", "nan"], "temperature must be at least 0"),
-        (["--out", "/dev/full"], "/dev/full"),
+        (b"Dear diary\n", [], "line 1 is not valid JSON"),
+        (b'{"prompt": "", "response": 3}\n', [], "is not a file of this command"),
+        (b'{"prompt": "", "response": ""}\n{"pro', [], "line 2 is not valid JSON"),
+        (b"\xff\n", [], "cannot be read as UTF-8"),
+        (b"", ["--tokens", 0], "must be at least 1"),
+        (b"", ["--temperature", "nan"], "temperature must be at least 0"),
+        (b"", ["--out", "/dev/full"], "/dev/full"),
     ],
-    ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else None,
 )
-def test_what_the_command_cannot_do_is_refused_in_one_line(
-    arguments: list[object], complaint: str, write: Command, tmp_path: Path
+def test_what_the_command_cannot_do_is_refused_and_the_file_left_alone(
+    content: bytes, arguments: list[object], complaint: str, write: Command, tmp_path: Path
 ) -> None:
-    status, said = write("--tokens", 10, "--out", tmp_path / "out.jsonl", *arguments)
-    assert (status, said.count("\n")) == (2, 1)
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    status, said = write("--tokens", 10, "--out", path, *arguments)
+    assert (status, said.count("\n")) == (2, 1) and path.read_bytes() == content
     assert said.startswith("error: ") and complaint in said
-
-
-def test_there_are_thousands_of_stories_and_no_blank_is_left() -> None:
-    rng = random.Random(0)
-    prompts = {templates.story_request(rng)[0] for _ in range(5_000)}
-    assert len(prompts) > 3_000 and not any("{" in prompt for prompt in prompts)
-    assert all(prompt[0].isupper() and prompt[-1] == "." for prompt in prompts)
 
 
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
+TAKES = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
 @pytest.mark.parametrize(
-    "template", [TEMPLATE, REFUSES + TEMPLATE, None], ids=["takes", "refuses", "none"]
+    "template", [TAKES, REFUSES + TAKES, None], ids=["takes", "refuses", "none"]
 )
 def test_a_narrator_speaks_where_the_template_lets_one(
-    template: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    template: str | None, chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = load(str(folder), dtype="float32", draft="none", max_new_tokens=1, device="cpu")
+    session = load(str(chat_model), dtype="float32", draft="none", max_new_tokens=1, device="cpu")
     session.tokenizer.chat_template = template
-    begun = recorded(monkeypatch, session, "begin", lambda ids, *_: ids)
+    begun = recorded(monkeypatch, session, "begin", lambda ids, *_: session.tokenizer.decode(ids))
     list(corpus.write_stories(session, 3, random.Random(0)))
-    narrated = [corpus.NARRATOR in session.tokenizer.decode(prompt) for prompt in begun]
-    assert narrated == [template == TEMPLATE] * 3
+    assert [corpus.NARRATOR in prompt for prompt in begun] == [template == TAKES] * 3
 
 
 FRESH = (
@@ -203,9 +158,10 @@ LOOP = 3 * ONCE
 def test_repetition_counts_the_sequences_of_four_words_that_were_there_before(
     words: list[str],
 ) -> None:
+    """In the same text."""
     sequences = [tuple(words[at : at + 4]) for at in range(len(words) - 3)]
     again = sum(sequence in sequences[:at] for at, sequence in enumerate(sequences))
-    assert repetition(" ".join(words)) == pytest.approx(again / len(sequences) if sequences else 0)
+    assert repetition([words, words]) == pytest.approx(again / max(1, len(sequences)))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +174,7 @@ def test_repetition_counts_the_sequences_of_four_words_that_were_there_before(
     ],
 )
 def test_a_text_that_begins_to_repeat_itself_ends_before_it(text: str, kept: str) -> None:
-    assert before_repetition(text) == kept and repetition(kept) <= MOST_REPEATED
+    assert before_repetition(text) == kept
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,18 @@ def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
     assert exit_weights(on, scale=0.5) == pytest.approx([0, 1 / 13, 3 / 13, 9 / 13])
 
 
-def test_the_rotational_curriculum_takes_every_rth_exit_and_shifts_by_one_a_step() -> None:
-    on = [np.flatnonzero(exits_on("rotational", 8, step, 12, 3)).tolist() for step in range(4)]
-    assert on == [[0, 3, 6], [1, 4], [2, 5], [0, 3, 6]]
-
-
-def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first_by_half_of_the_run() -> None:
-    # L = 4 of T = 12 steps: layer l is on from step (4 - l)·12/8, that is 6, 4.5, 3 for layers 0,
-    # 1, 2
-    on = np.array([exits_on("gradual", 4, step, 12, 1) for step in range(12)])
-    assert on.argmax(0).tolist() == [6, 5, 3] and on[6:].all()
+# rotational: every third exit, shifted by one each step; gradual: layer l of L = 8 is on from step
+# (8 - l)·12/16 of T = 12, that is 6, 5.25, 4.5, ...
+@pytest.mark.parametrize(
+    ("curriculum", "on"),
+    [
+        ("rotational", [[0, 3, 6], [1, 4], [2, 5], [0, 3, 6]]),
+        ("gradual", [[], [], [6], [4, 5, 6], [3, 4, 5, 6], [2, 3, 4, 5, 6], [*range(7)]]),
+    ],
+)
+def test_a_curriculum_turns_exits_on(curriculum: str, on: list[list[int]]) -> None:
+    found = [exits_on(curriculum, 8, step, 12, 3) for step in range(len(on))]
+    assert [np.flatnonzero(each).tolist() for each in found] == on
 
 
 def tiny(raw: dict[str, Any] = LLAMA) -> tuple[Decoder, Tensor]:
@@ -99,10 +101,8 @@ def test_an_exits_target_is_the_text_mixed_with_a_share_of_the_last_layers_proba
     early, late = (-(each * torch.log_softmax(logits, -1)).sum(-1).mean() for each, logits in pairs)
     by_hand = 0.25 * early + 0.75 * late
     assert total.item() == pytest.approx(by_hand.item(), rel=1e-6)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(by_hand, parameters)
-    for found, each in zip(torch.autograd.grad(total, parameters), expected, strict=True):
-        torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-6)
+    found, expected = (torch.autograd.grad(each, model.parameters()) for each in (total, by_hand))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_learning_rate_warms_up_in_a_line_and_falls_along_a_cosine_to_a_tenth() -> None:

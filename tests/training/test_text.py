@@ -60,11 +60,11 @@ def test_every_document_is_trained_on_or_held_out_and_has_an_end(
 
 
 @pytest.mark.parametrize(
-    ("ids", "end", "expected"),
+    ("ids", "ending", "expected"),
     [
         (
             [5, 6, 2, 7, 8, 9, 10, 11, 12, 13, 2, 14, 2, 15, 16, 17, 2],
-            2,
+            [2],
             [
                 [5, 6, 2, 7],
                 [7, 8, 9, 10],
@@ -74,14 +74,14 @@ def test_every_document_is_trained_on_or_held_out_and_has_an_end(
                 [15, 16, 17, 2],
             ],
         ),
-        ([*range(12)], None, [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]),
+        ([*range(12)], [], [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]),
     ],
     ids=["documents", "no ends"],
 )
 def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_one(
-    ids: list[int], end: int | None, expected: list[list[int]]
+    ids: list[int], ending: list[int], expected: list[list[int]]
 ) -> None:
-    rows = Rows(np.array(ids, dtype=np.int32), end, 4)
+    rows = Rows(np.array(ids, dtype=np.int32), ending, 4)
     picked = rows.pick(400, torch.Generator().manual_seed(0))
     assert picked.shape == (400, 4) and picked.dtype == torch.int64
     assert picked.unique(dim=0).tolist() == expected

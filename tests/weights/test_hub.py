@@ -1,6 +1,4 @@
-"""Models by name: downloads from a hub of this test on the loopback interface, whole and broken,
-and refusals in one line.
-"""
+"""Models by name: downloads from a hub of this test on the loopback interface, and refusals."""
 
 import json
 import re
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from huggingface_hub import constants
 
 from tests.calls import recorded
@@ -47,23 +44,18 @@ class Page(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        """Send a page, cut off within the weights where the model's name says so."""
+        """Send a page."""
         self.asked.append((self.command, self.path, self.headers["Authorization"]))
         path = self.path.partition("?")[0]
-        status, error, data, tag = 404, "EntryNotFound", b"", ""
+        status, error, data = 404, "EntryNotFound", b""
+        listed = [
+            {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
+            for name, content in self.files.items()
+        ]
         if path.endswith(f"/tree/{COMMIT}"):
-            status, data = (
-                200,
-                json.dumps(
-                    [
-                        {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
-                        for name, content in self.files.items()
-                    ]
-                ).encode(),
-            )
+            status, data = 200, json.dumps(listed).encode()
         elif found := re.fullmatch(r"/(.+)/resolve/(.+)/(.+)", path):
             model, revision, name = found.groups()
-            tag = f"{model.replace('/', '-')}-{name}"
             if revision not in REVISIONS:
                 error = "RevisionNotFound"
             elif name in self.files:
@@ -75,14 +67,11 @@ class Page(BaseHTTPRequestHandler):
         for header, value in {
             "Content-Length": len(data),
             "X-Repo-Commit": COMMIT,
-            "ETag": f'"{tag}"',
+            "ETag": f'"{hash(path):x}"',
             **({"X-Error-Code": error} if error else {}),
         }.items():
             self.send_header(header, str(value))
         self.end_headers()
-        if tag.endswith(".safetensors") and "broken" in path:
-            self.close_connection = True
-            data = data[: len(data) // 2]
         self.wfile.write(data if self.command == "GET" else b"")
 
     do_HEAD = do_GET
@@ -95,17 +84,12 @@ def fetched(name: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of the model on the hub; some are not needed."""
-    folder = write_folder(tmp_path_factory.mktemp("origin"), LLAMA, dtype=torch.bfloat16)
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
-        (folder / name).write_bytes(b"large")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the hub is. Some of the model's files are not needed."""
+    folder = write_folder(tmp_path_factory.mktemp("origin"))
+    more = ("pytorch_model.bin", "consolidated.safetensors", "README.md")
     Page.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    Page.files |= dict.fromkeys(more, b"large")
     with ThreadingHTTPServer(("127.0.0.1", 0), Page) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{hub.server_port}"
@@ -130,12 +114,11 @@ def hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hub")
 def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then runs offline, under the name that it was asked for."""
     found = model_folder("hub/whole")
-    ours, theirs = (load_model(each).state_dict() for each in (found, folder))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert load_model(found).num_layers == LLAMA["num_hidden_layers"]
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in found.iterdir()} == fetched("hub/whole") == needed
     assert found.is_relative_to(tmp_path) and shown_name(found) == "hub/whole"
@@ -170,18 +153,14 @@ def test_shards_of_any_name_come_by_the_index(monkeypatch: pytest.MonkeyPatch) -
         ("hub/quantised", None, "the checkpoint is quantised"),
         ("hub/family", None, "model_type 'phi3' is not supported"),
         ("hub/huge", None, "hub/huge does not fit: its weights take"),
-        ("hub/broken", None, "could not be downloaded from the hub: check the network"),
     ],
 )
 def test_what_the_hub_refuses_is_one_line_with_the_remedy(
     name: str, revision: str | None, said: str
 ) -> None:
-    """Twice: a download that breaks off leaves nothing that looks whole. Only that one has begun:
-    what cannot run is refused by its config alone.
-    """
-    for _ in range(2):
-        assert said in refusal(model_folder, name, revision)
-    assert name == "hub/broken" or fetched(name) <= {"config.json"}
+    """By its config alone: no more of it is downloaded."""
+    assert said in refusal(model_folder, name, revision)
+    assert fetched(name) <= {"config.json"}
 
 
 @pytest.mark.usefixtures("hub")

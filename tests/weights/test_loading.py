@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from transformers import AutoModelForCausalLM
 
 from model.errors import InputError
 from model.fast.four_bits import gpu_bits
-from model.parallel import Cut, Shard
+from model.parallel import Shard
+from tests.calls import recorded
 from tests.configs import FAMILIES, LLAMA3_ROPE, small
 from tests.folders import GEMMA2, LLAMA, random_state, write_folder
 from tests.ranks import part_of
-from tests.refusal import line_of, refusal
+from tests.refusal import refusal
 from weights import load
-from weights.checkpoint import STORED_DTYPES, StoredTensor
+from weights.checkpoint import HEAD, STORED_DTYPES, StoredTensor
 from weights.load import load_model, model_fingerprint, model_folder, pick_dtype, read_config
 from weights.tokenizer import Tokenizer
 
@@ -44,12 +46,9 @@ def write_json(folder: Path, value: Any, name: str = "config.json") -> Path:
 
 def assert_holds(model: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> None:
     """The model has the state's numbers, all of them and no others, in ``dtype``."""
-    parameters = dict(model.named_parameters())
-    assert {name.removeprefix("model.") for name in state} == set(parameters)
-    for name, tensor in state.items():
-        parameter = parameters[name.removeprefix("model.")]
-        assert parameter.dtype == dtype and not parameter.requires_grad
-        assert torch.equal(parameter, tensor.to(dtype)), name
+    expected = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in state.items()}
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 # Layouts and dtypes
@@ -85,31 +84,34 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(
-    ("head", "has_embedding", "extra", "holds_head", "said"),
+    ("change", "holds_head", "said"),
     [
-        (lambda rows: rows.clone(), True, {}, False, "does not read: lm_head.weight"),
-        (lambda rows: rows.float() + 1e-9, True, {}, False, "does not read: lm_head.weight"),
-        (lambda rows: rows + 1, True, {}, True, "tied in config.json, differ: both stay"),
-        (lambda rows: rows.clone(), False, {}, False, ""),
-        (None, True, EXTRA, False, "not read: embeddings.position_ids, layers.0.self_attn.bias, "),
+        (lambda state: {HEAD: state[EMBEDDING].clone()}, False, "does not read: lm_head.weight"),
+        (
+            lambda state: {HEAD: state[EMBEDDING].float() + 1e-9},  # equal after rounding
+            False,
+            "does not read: lm_head.weight",
+        ),
+        (
+            lambda state: {HEAD: state[EMBEDDING] + 1},
+            True,
+            "tied in config.json, differ: both stay",
+        ),
+        (lambda state: {HEAD: state.pop(EMBEDDING)}, False, ""),
+        (lambda _: EXTRA, False, "not read: embeddings.position_ids, layers.0.self_attn.bias, "),
     ],
     ids=["equal", "equal after rounding", "another", "a head alone", "extra"],
 )
 def test_a_tied_head_and_extra_tensors_are_those_of_transformers(
-    head: Callable[[Tensor], Tensor] | None,
-    has_embedding: bool,
-    extra: dict[str, Tensor],
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     holds_head: bool,
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A stored head that differs from the tied embedding is kept; a line says what is not read."""
-    state = random_state(TIED, dtype=torch.bfloat16) | extra
-    if head:
-        state["lm_head.weight"] = head(state[EMBEDDING])
-    if not has_embedding:
-        del state[EMBEDDING]
+    state = random_state(TIED, dtype=torch.bfloat16)
+    state |= change(state)
     model = load_model(write_folder(tmp_path, TIED, state), torch.bfloat16)
     assert (model.lm_head is not None) == (not model.config.tie_embeddings) == holds_head
     found = capsys.readouterr().err
@@ -119,20 +121,15 @@ def test_a_tied_head_and_extra_tensors_are_those_of_transformers(
     torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])), expected, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("name", ["model-{}-of-3.safetensors", "pytorch_model.{}.safetensors"])
-def test_shards_give_the_tensors_they_hold(name: str, tmp_path: Path) -> None:
-    """Those that the index names, and no others; without one, those of the usual names."""
+def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
+    """They have any names, which the index tells. Other files are not read."""
     state, folder = random_state(SMALL), write_json(tmp_path, SMALL)
-    places = {tensor: name.format(number % 3) for number, tensor in enumerate(state)}
+    places = {tensor: f"weights.{number % 3}.safetensors" for number, tensor in enumerate(state)}
     for file in {*places.values()}:
         held = {tensor: state[tensor] for tensor in state if places[tensor] == file}
         save_file(held, folder / file)
-    if name.startswith("model-"):
-        assert_holds(load_model(folder), state, torch.float32)
+    save_file({EMBEDDING: torch.zeros(1)}, folder / "model-9-of-9.safetensors")
     write_json(folder, {"weight_map": places}, "model.safetensors.index.json")
-    save_file(
-        {EMBEDDING: torch.zeros(1)}, folder / "model-9-of-9.safetensors"
-    )  # of another download
     assert_holds(load_model(folder), state, torch.float32)
     (folder / places[EMBEDDING]).unlink()
     assert f"{places[EMBEDDING]} cannot be read: No such" in refusal(load_model, folder)
@@ -166,22 +163,15 @@ def test_a_process_reads_its_shard_and_nothing_more(
     stored = SHAPES[shape] | ({"tie_word_embeddings": False} if "differs" in shape else {})
     state = random_state(stored, dtype=torch.bfloat16)
     folder = write_folder(tmp_path, SHAPES[shape], state)
-    whole, read_one = load_model(folder), StoredTensor.read
-    read: dict[str, int] = {}
-
-    def counted(tensor: StoredTensor, cut: Cut = None) -> Tensor:
-        found = read_one(tensor, cut)
-        read[tensor.name.removeprefix("model.")] = found.numel()
-        return found
-
-    monkeypatch.setattr(StoredTensor, "read", counted)
+    whole = dict(load_model(folder).named_parameters())
+    read = recorded(monkeypatch, StoredTensor, "read", lambda tensor, cut=None: (tensor.name, cut))
     for rank in range(2):
         shard = Shard(read_config(folder), rank, 2)
         mine = dict(load_model(folder, shard=shard).named_parameters())
-        assert mine.keys() == dict(whole.named_parameters()).keys()
-        for name, parameter in whole.named_parameters():
-            assert torch.equal(mine[name], part_of(parameter, shard.cut(name)))
-            assert read[name] == mine[name].numel(), name
+        parts = {name: part_of(parameter, shard.cut(name)) for name, parameter in whole.items()}
+        torch.testing.assert_close(mine, parts, rtol=0, atol=0)
+        for name, cut in read[-len(mine) :]:
+            assert cut == shard.cut(name.removeprefix("model."))
 
 
 # Memory
@@ -206,50 +196,42 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
     [
         ({UP: None}, ["Missing key", "layers.1.mlp.up_proj.weight"]),
         ({UP: torch.zeros(16, 24)}, ["up_proj.weight", "[16, 24]", "[24, 16]"]),
-        ({UP.removeprefix("model."): torch.zeros(24, 16)}, [UP, "is stored twice"]),
         ({EMBEDDING: None}, ["embed_tokens.weight is missing"]),
         ({UP: torch.zeros(24, 16, dtype=torch.int8)}, [UP, "quantised"]),
-        ({UP: torch.full((24, 16), 1e5)}, [UP.removeprefix("model."), "exceed float16: give --dt"]),
     ],
-    ids=["missing", "turned", "twice", "no embedding", "int8", "large"],
+    ids=["missing", "turned", "no embedding", "int8"],
 )
 def test_a_wrong_tensor_is_named(
     tmp_path: Path, change: dict[str, Tensor | None], said: list[str]
 ) -> None:
     state = random_state(SMALL) | change
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    message = refusal(load_model, write_folder(tmp_path, SMALL, state), torch.float16)
+    message = refusal(load_model, write_folder(tmp_path, SMALL, state))
     assert all(part in message for part in said), message
-
-
-@pytest.mark.parametrize("kept", [0, 7, 100, -1])
-def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
-    file = write_folder(tmp_path, SMALL) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    assert "model.safetensors is not a whole safetensors file" in refusal(load_model, tmp_path)
 
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "refused_by"),
+    ("name", "content", "said", "refused_by"),
     [
-        ("model.safetensors", "only points to a file that Git LFS keeps: run git", [load_model]),
-        ("tokenizer.json", "only points to a file that Git LFS keeps: run git lfs", [Tokenizer]),
+        ("model.safetensors", LFS_POINTER, "only points to a file that Git LFS", [load_model]),
+        ("tokenizer.json", LFS_POINTER, "only points to a file that Git LFS keeps", [Tokenizer]),
+        ("model.safetensors", "{", "is not a whole safetensors file", [load_model]),
         # a pickle, which is not opened
-        ("pytorch_model.bin", "holds no model.safetensors and no shards of it", [load_model]),
-        ("model-q4.gguf", "is in GGUF, the format of llama.cpp", [load_model, model_folder]),
-        ("adapter_config.json", "is an adapter, not a model", [load_model, model_folder]),
+        ("pytorch_model.bin", "", "holds no model.safetensors and no index", [load_model]),
+        ("model-q4.gguf", "", "is in GGUF, the format of llama.cpp", [load_model, model_folder]),
+        ("adapter_config.json", "", "is an adapter, not a model", [load_model, model_folder]),
     ],
 )
 def test_what_is_no_checkpoint_is_named(
-    name: str, said: str, refused_by: list[Callable[[Any], Any]], tmp_path: Path
+    name: str, content: str, said: str, refused_by: list[Callable[[Any], Any]], tmp_path: Path
 ) -> None:
     """With a config.json beside it, or without one where a model is looked for."""
     write_folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    write_json(tmp_path, LFS_POINTER, name)
+    write_json(tmp_path, content, name)
     assert said in refusal(refused_by[0], tmp_path)
     (tmp_path / "config.json").unlink()
     for find in refused_by[1:]:
@@ -286,7 +268,7 @@ def test_another_tensor_makes_another_fingerprint(tmp_path: Path) -> None:
     found = {model_fingerprint(write_folder(tmp_path, config, state))}
     for name in ("model.layers.3.input_layernorm.weight", "model.layers.3.mlp.up_proj.weight"):
         state[name] = torch.zeros_like(state[name])
-        found.add(model_fingerprint(write_folder(tmp_path, config, state)))
+        found.add(model_fingerprint(write_folder(tmp_path / name, config, state)))
     assert len(found) == 3
 
 
@@ -331,22 +313,6 @@ FIELDS = SIZES | {  # as many as any family reads
     "quantization_config": None,
     "torch_dtype": "float32",
 }
-FACTORS = st.sampled_from([-1, 0, 2, 3, 10**6, 10**12, 10**300])
-DROPPED = object()
-
-
-@st.composite
-def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
-    """A good JSON object with some values, at any depth, dropped, replaced or scaled."""
-    value = good | draw(st.dictionaries(st.text(max_size=5), JUNK, max_size=1))
-    for key in draw(st.lists(st.sampled_from([*good]), min_size=1, max_size=3)):
-        ways = [JUNK, st.just(DROPPED)]
-        if isinstance(good[key], dict):
-            ways.append(damaged(good[key]))
-        if isinstance(good[key], (int, float)):
-            ways.append(FACTORS.map(lambda factor, old=good[key]: factor * old))
-        value[key] = draw(st.one_of(ways))
-    return {key: each for key, each in value.items() if each is not DROPPED}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -359,11 +325,12 @@ def test_any_config_loads_or_is_refused_in_one_line(
     good = small(family) | FIELDS
     if not folder.exists():
         assert load_model(write_folder(folder, good)).num_layers == 2
-    write_json(folder, data.draw(damaged(good)))
-    try:
-        assert all(each.device.type == "cpu" for each in load_model(folder).parameters())
-    except InputError as error:
-        line_of(error)
+    field, value = data.draw(st.sampled_from([*good])), data.draw(JUNK)
+    if isinstance(good[field], dict) and data.draw(st.booleans()):
+        value = good[field] | {data.draw(st.sampled_from([*good[field]])): value}
+    write_json(folder, good | {field: value})
+    with suppress(InputError):
+        load_model(folder)
 
 
 # What a device multiplies

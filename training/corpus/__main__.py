@@ -49,18 +49,17 @@ def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[d
     opening of the story.
     """
     tokenizer = session.tokenizer
-    options = session.options.merged({"seed": rng.getrandbits(63)})
-    narrated = options.merged({"system": NARRATOR})
+    narrated = session.merged({"system": NARRATOR})
+    seed = rng.getrandbits(63)
     requests = [story_request(rng) for _ in range(rows)]
-    samples = []
-    for number, (prompt, opening, _) in enumerate(requests):
+    begun = []
+    for prompt, opening, _ in requests:
         try:
             ids = session.encode(prompt, narrated)
         except InputError:  # no template, or one that refuses a system message
-            ids = session.encode(prompt, options)
-        begun = ids + tokenizer.encode_parts(opening)
-        samples.append(session.begin(begun, options, number))
-    session.finish_all(samples)
+            ids = session.encode(prompt)
+        begun.append(ids + tokenizer.encode_parts(opening))
+    samples = session.write_all(begun, seed=seed)
     for (prompt, opening, subjects), sample in zip(requests, samples, strict=True):
         tokens = [token for token in sample.tokens if token not in tokenizer.eos_ids]
         story = kept_story(tokenizer.decode(tokenizer.encode_parts(opening) + tokens), subjects)

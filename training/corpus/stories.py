@@ -7,14 +7,13 @@ itself. The model continues an opening, so that a story names its subject in its
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 TEMPLATES: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("templates.json").read_text(encoding="utf-8")
 )
-SEQUENCE = 4  # words per sequence, which is repeated if it occurred before
-MOST_REPEATED = 0.05  # largest share of repeated sequences in a text
+MOST_REPEATED = 0.05  # largest share of repeated four-grams in a text
 LEAST_WORDS = 30  # of a text
 LONGEST_SENTENCES = 20  # largest mean number of words of a story's sentences
 LEAST_MENTIONED = 0.5  # smallest share of a prompt's subjects that its story names
@@ -40,13 +39,13 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def repetition(text: str) -> float:
-    """Return the share of a text's four-word sequences that occurred before in it; 0 for a text of
-    fewer words.
+def repetition(texts: Sequence[Sequence[Hashable]]) -> float:
+    """Return the share of the texts' four-grams, of words or of tokens, that occurred before in
+    their text; 0 without any.
     """
-    words = words_of(text)
-    sequences = list(zip(*(words[start:] for start in range(SEQUENCE)), strict=False))
-    return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
+    grams = [[*zip(text, text[1:], text[2:], text[3:], strict=False)] for text in texts]
+    count = sum(map(len, grams))
+    return (count - sum(len({*each}) for each in grams)) / max(1, count)
 
 
 def before_repetition(text: str) -> str:
@@ -54,9 +53,8 @@ def before_repetition(text: str) -> str:
     "" if there is none.
     """
     ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    return next(
-        (text[:end] for end in reversed(ends) if repetition(text[:end]) <= MOST_REPEATED), ""
-    )
+    beginnings = (text[:end] for end in reversed(ends))
+    return next((each for each in beginnings if repetition([words_of(each)]) <= MOST_REPEATED), "")
 
 
 def kept_story(response: str, subjects: Sequence[str]) -> str:
