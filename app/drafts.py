@@ -121,7 +121,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
 def plan_drafter(session: Session, plan: LayerPlan, slot: Slot, target: Model) -> ModelDrafter:
     """Return a drafter by the target under a plan, whose copies and steps are made now."""
     session.prepare(plan)
-    session.model.step_of(slot.cache, plan)
+    session.model.make_step(slot.cache, plan)
     return ModelDrafter(target, slot.cache, plan)
 
 
@@ -141,7 +141,7 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
         slot.draft_caches[model] = model.new_cache(slot.cache.capacity)
     cache = slot.draft_caches[model]
     cache.truncate(0)
-    model.step_of(cache)
+    model.make_step(cache)
     if target is not session.model:
         from decoding.together import Together
 

@@ -262,7 +262,7 @@ class Session(LoadedModel):
     def new_slot(self, capacity: int) -> Slot:
         """Return an empty cache of this many positions."""
         cache = self.model.new_cache(capacity)
-        self.model.step_of(cache)
+        self.model.make_step(cache)
         return Slot(cache)
 
     def slot_for(self, positions: int) -> Slot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,24 +53,22 @@ class KVCache:
         """Entries of each layer."""
         return [LayerCache(self, layer) for layer in range(len(self.lengths))]
 
-    def claim(self, layers: Iterable[int], start: int, count: int) -> None:
+    def claim(self, layers: Collection[int], start: int, count: int) -> None:
         """Mark ``[start, start + count)`` as the last valid entries of these layers.
 
-        Raises ValueError if they would leave a hole or not fit: mistakes of the caller that would
-        otherwise show only as wrong text.
+        Raises ValueError if they would leave a hole or not fit, and then changes nothing. These are
+        mistakes of the caller that would otherwise show only as wrong text.
         """
         end = start + count
+        if end > self.capacity:
+            raise ValueError(f"position {end - 1} is outside the cache's {self.capacity} positions")
         for layer in layers:
             if not 0 <= start <= self.lengths[layer]:
                 raise ValueError(
                     f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]}"
                     " entries"
                 )
-            if end > self.capacity:
-                raise ValueError(
-                    f"layer {layer}: position {end - 1} is outside the cache's {self.capacity}"
-                    " positions"
-                )
+        for layer in layers:
             self.lengths[layer] = end
 
     def truncate(self, length: int) -> None:
@@ -109,13 +107,3 @@ class LayerCache(NamedTuple):
         all_keys[:, :, start:] = keys
         all_values[:, :, start:] = values
         return all_keys, all_values
-
-
-def static_capacity(positions: int) -> int:
-    """Return the positions of a GPU's cache: a power of two of ``positions`` or more, and padded
-    rows.
-
-    So the longest context of 131,072 tokens has eight sizes, for each of which steps are captured
-    again. The room for padded rows is larger than any step needs.
-    """
-    return max(1024, 1 << (positions - 1).bit_length()) + 512

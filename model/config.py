@@ -13,11 +13,9 @@ from typing import Any
 
 from model.errors import InputError
 
-# Of each block: the key that holds its activation, and the names that the activation has.
-ACTIVATIONS = {
-    "llama": ("hidden_act", "silu", "swish"),
-    "gemma2": ("hidden_activation", "gelu_pytorch_tanh", "gelu_new"),
-}
+# The key of an activation, then the names that it has; ``model.layers`` computes the first.
+SILU = ("hidden_act", "silu", "swish")
+GELU = ("hidden_activation", "gelu_pytorch_tanh", "gelu_new")
 # Factors that a kind of scaling has. Dynamic scaling begins beyond the model's context, which no
 # text here reaches.
 ROPE_FACTORS = {
@@ -40,14 +38,15 @@ class Family:
     """Row of the table of families.
 
     ``block`` is the readable file that computes it. ``keys`` are the family's defaults for keys
-    that a file may lack. Of the keys in ``UNREAD`` it reads only those named here. ``biased`` names
-    the projections of q, k, v and o that have a bias in every checkpoint. With ``head_norms`` each
-    head of q and k is normed before it is rotated. With ``two_ropes`` layers with a window have a
-    rotary embedding of their own.
+    that a file may lack. Of the keys in ``UNREAD`` it reads only those named here. ``activation``
+    is that of the MLP. ``biased`` names the projections of q, k, v and o that have a bias in every
+    checkpoint. With ``head_norms`` each head of q and k is normed before it is rotated. With
+    ``two_ropes`` layers with a window have a rotary embedding of their own.
     """
 
     block: str
     keys: Mapping[str, Any]
+    activation: tuple[str, ...] = SILU
     biased: str = ""
     head_norms: bool = False
     two_ropes: bool = False
@@ -100,10 +99,12 @@ FAMILIES = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
+        activation=GELU,
     ),
     "gemma3_text": Family(
         "gemma2",
         GEMMA | {"max_position_embeddings": 131072, "sliding_window_pattern": 6},
+        activation=GELU,
         head_norms=True,
         two_ropes=True,
     ),
@@ -132,13 +133,15 @@ class Rope:
 class ModelConfig:
     """Sizes and constants of the forward pass, for all families.
 
-    ``block`` is that of the family, and ``attention_bias`` names the projections of q, k, v and o
-    that have a bias. ``attention_scale`` multiplies q·k. ``windows[layer]`` is the sliding window
-    of a layer in tokens, or None for full attention; ``ropes[layer]`` is its rotary embedding. Soft
-    caps are None where there are none. ``source`` is the parsed ``config.json``.
+    ``block`` and ``activation`` are those of the family, and ``attention_bias`` names the
+    projections of q, k, v and o that have a bias. ``attention_scale`` multiplies q·k.
+    ``windows[layer]`` is the sliding window of a layer in tokens, or None for full attention;
+    ``ropes[layer]`` is its rotary embedding. Soft caps are None where there are none. ``source`` is
+    the parsed ``config.json``.
     """
 
     block: str
+    activation: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -174,7 +177,7 @@ def parse_config(source: Any) -> ModelConfig:
             "config.json: the checkpoint is quantised: use the original one, in plain float weights"
         )
     family = FAMILIES[_one_of("model_type", source.get("model_type"), FAMILIES)]
-    key, *activations = ACTIVATIONS[family.block]
+    key, *activations = family.activation
     _one_of(key, source.get(key) or activations[0], activations)
     _one_of("is_causal", source.get("is_causal", True), [True])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
@@ -195,12 +198,14 @@ def parse_config(source: Any) -> ModelConfig:
     windows = {SLIDING: window if read("use_sliding_window", bool) else None, EVERYWHERE: None}
     max_positions = read("max_position_embeddings", int)
     ropes = _ropes(raw, family.two_ropes, max_positions)
-    for rope in ropes.values():
-        if rope.kind == "yarn":
-            extended = int(min(LARGEST, rope.factor * rope.original_max_positions))
-            max_positions = max(max_positions, extended)
+    extended = [
+        int(min(LARGEST, rope.factor * rope.original_max_positions))
+        for rope in ropes.values()
+        if rope.kind == "yarn"
+    ]
     return ModelConfig(
         block=family.block,
+        activation=activations[0],
         vocab_size=read("vocab_size", int),
         hidden_size=hidden_size,
         intermediate_size=read("intermediate_size", int),
@@ -208,7 +213,7 @@ def parse_config(source: Any) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=max_positions,
+        max_positions=max([max_positions, *extended]),
         norm_eps=read("rms_norm_eps", float, 1e-6),
         tie_embeddings=read("tie_word_embeddings", bool, False),
         attention_bias="qkvo" if read("attention_bias", bool) else family.biased,

@@ -14,7 +14,6 @@ from model.config import ModelConfig
 from model.layers import RMSNorm, attend_causally, layer_positions
 from model.low_bits import PlannedBlocks
 from model.plan import LayerPlan
-from model.quantise import Quantised, quantise
 from model.steps import Steps
 
 PREFILL_CHUNK = 256  # prompt tokens per forward pass: bounds the memory of activations
@@ -68,12 +67,6 @@ class Decoder(Steps, nn.Module):
                 nn.init.normal_(module.weight, std=std, generator=generator)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """Return rounded weights of a linear layer or an embedding, by the importance of its
-        inputs.
-        """
-        return quantise(product.weight, bits, self.importance.get(product))
 
     @property
     def device(self) -> torch.device:

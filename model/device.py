@@ -1,6 +1,6 @@
 """Clock of a device, its dtypes, and code that torch compiles for it."""
 
-import sys
+import logging
 import time
 from collections.abc import Callable
 from functools import cache
@@ -19,7 +19,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     import torch._dynamo  # takes a second
 
-    print(f"[compiling {function.__name__} for the GPU: up to a minute, once]", file=sys.stderr)
+    logging.getLogger(__name__).warning(
+        "[compiling %s for the GPU: up to a minute, once]", function.__name__
+    )
     torch._dynamo.config.recompile_limit = RECOMPILES
     return torch.compile(function, fullgraph=True, dynamic=False)
 

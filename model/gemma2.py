@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import LayerCache
@@ -41,7 +40,7 @@ class Gemma2Block(nn.Module):
         self.self_attn = Attention(config, UnitOffsetRMSNorm)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
-        self.mlp = GatedMLP(config, partial(F.gelu, approximate="tanh"))
+        self.mlp = GatedMLP(config)
         self.post_feedforward_layernorm = norm()
 
     def forward(

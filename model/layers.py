@@ -8,7 +8,7 @@ least float32 (``wide_dtype``), whatever the model's dtype; everything else stay
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from model.config import ModelConfig, Rope
 from model.plan import SINKS
 
 QUERIES = 128  # per chunk of a long prompt
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -252,10 +253,13 @@ def layer_positions(
     """
     end = start + count
     size = 1 << (end - 1).bit_length()  # sizes double, so that few tables are made
-    angles = {}
-    for rope in set(config.ropes):
-        cos, sin = rotary_table(rope, config.head_dim, size, like.dtype, like.device)
-        angles[rope] = cos[start:end], sin[start:end]
+    angles = {
+        rope: [
+            table[start:end]
+            for table in rotary_table(rope, config.head_dim, size, like.dtype, like.device)
+        ]
+        for rope in set(config.ropes)
+    }
     return [
         Positions(start, *angles[rope], window, attend)
         for rope, window in zip(config.ropes, config.windows, strict=True)
@@ -280,9 +284,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in biased)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias="v" in biased)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias="o" in biased)
-        if config.head_norms:
-            self.q_norm = norm(config.head_dim, config.norm_eps)
-            self.k_norm = norm(config.head_dim, config.norm_eps)
+        new_norm = norm if config.head_norms else nn.Identity
+        self.q_norm = new_norm(config.head_dim, config.norm_eps)
+        self.k_norm = new_norm(config.head_dim, config.norm_eps)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """Return queries, keys and values, ``[B, T, heads · D]`` each."""
@@ -296,11 +300,8 @@ class Attention(nn.Module):
         q, k, v = (  # [B, H or K, T, D]
             heads.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for heads in self.project(x)
         )
-        if c.head_norms:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        q = rotate(q, positions.cos, positions.sin)
-        k = rotate(k, positions.cos, positions.sin)
+        q = rotate(self.q_norm(q), positions.cos, positions.sin)
+        k = rotate(self.k_norm(k), positions.cos, positions.sin)
         if cache is not None:
             k, v = cache.write(positions.start, k, v)
         out = positions.attend(
@@ -314,9 +315,9 @@ class GatedMLP(nn.Module):
     in Gemma-2.
     """
 
-    def __init__(self, config: ModelConfig, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation = ACTIVATIONS[config.activation]
         self.gate_proj = nn.Linear(
             config.hidden_size, config.intermediate_size, bias=config.mlp_bias
         )

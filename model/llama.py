@@ -5,7 +5,6 @@ SmolLM. Mistral, Qwen 2 and Qwen 3 have the same block: their windows, biases an
 part of ``model.layers.Attention``.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import LayerCache
@@ -22,7 +21,7 @@ class LlamaBlock(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config, F.silu)
+        self.mlp = GatedMLP(config)
 
     def forward(
         self,

@@ -11,35 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.plan import FULL, LOW_BITS, LayerPlan
-from model.quantise import round_inputs
+from model.quantise import Quantised, quantise, round_inputs
 
 Product = Callable[[Tensor], Tensor]  # ``[..., in]`` -> ``[..., out]``
-
-
-class RoundedLinear(nn.Module):
-    """Reference of a low-bit product: rounded weights and inputs in the model's dtype. It saves
-    neither time nor memory.
-    """
-
-    def __init__(self, model: nn.Module, product: nn.Linear | nn.Embedding, bits: int) -> None:
-        super().__init__()
-        self.weight = model.rounded(product, bits).dequantised(model.dtype)
-        self.bias = product.bias if isinstance(product, nn.Linear) else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(round_inputs(x), self.weight, self.bias)
 
 
 class PlannedBlocks:
     """Blocks and head of a decoder under any plan.
 
-    A low-bit copy is made when a plan first asks for it, and kept. A subclass may make other
-    products than ``RoundedLinear``.
+    A low-bit copy is made when a plan first asks for it, and kept. Its products are references:
+    they save neither time nor memory. A subclass may make others.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.copies: dict[tuple[nn.Module, int], Product] = {}
+        self.copies: dict[tuple[nn.Module, int], Product | None] = {}
 
     def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
         """Return the block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer
@@ -69,20 +55,32 @@ class PlannedBlocks:
             return None
         return self._copy(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
 
-    def new_product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product:
-        """Return a new low-bit product in place of a linear layer, or of an embedding as head."""
-        return RoundedLinear(self.model, product, bits)
+    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
+        """Return the rounded weights of a linear layer or an embedding, by the importance of its
+        inputs.
+        """
+        return quantise(product.weight, bits, self.model.importance.get(product))
+
+    def new_product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product | None:
+        """Return a new low-bit product in place of a linear layer, or of an embedding as head: here
+        of rounded weights and inputs, in the model's dtype. None where the model's own serves.
+        """
+        weight = self.rounded(product, bits).dequantised(self.model.dtype)
+        bias = getattr(product, "bias", None)
+        return lambda x: F.linear(round_inputs(x), weight, bias)
 
     def new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
         """Return a new copy of a sublayer, whose linear layers are low-bit products."""
         products = {
-            name: self.new_product(part, bits)
+            name: self.new_product(part, bits) or part
             for name, part in sublayer.named_children()
             if isinstance(part, nn.Linear)
         }
         return with_parts(sublayer, products)
 
-    def _copy(self, module: nn.Module, bits: int, make: Callable[..., Product]) -> Product:
+    def _copy(
+        self, module: nn.Module, bits: int, make: Callable[..., Product | None]
+    ) -> Product | None:
         """Return the copy of a module, which ``make`` makes at the first call."""
         if (module, bits) not in self.copies:
             self.copies[module, bits] = make(module, bits)
@@ -92,5 +90,5 @@ class PlannedBlocks:
 def with_parts(module: nn.Module, parts: dict[str, Product]) -> nn.Module:
     """Return a copy of a module that has these ``parts``, and shares all others."""
     changed = copy.copy(module)
-    changed._modules = module._modules | parts
+    vars(changed).update(parts)
     return changed

@@ -17,7 +17,6 @@ least squares.
 Knows nothing of plans and models.
 """
 
-import math
 from functools import reduce
 from typing import NamedTuple
 
@@ -122,7 +121,7 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Qua
     """
     columns = weight.shape[1]
     if bits == 8:
-        scale = torch.linalg.vector_norm(weight.float(), math.inf, 1, keepdim=True) / 127
+        scale = torch.linalg.vector_norm(weight.float(), torch.inf, 1, keepdim=True) / 127
         codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale))
     shares = shares_of(importance, columns, weight.device)

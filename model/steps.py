@@ -1,6 +1,6 @@
 """Interface of a model's steps: what the readable and the faster ones can do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,11 +33,10 @@ class Steps:
     abilities = Abilities()
     trouble: str | None = None
 
-    def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
-        """Return the static step of a plan on this cache, made at the first call; None for readable
-        blocks, which have none.
+    def make_step(self, cache: KVCache, plan: LayerPlan | None = None) -> None:
+        """Make the static step of a plan on this cache now, not while a text is timed; readable
+        blocks have none.
         """
-        return None
 
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
@@ -48,3 +47,13 @@ class Steps:
         Each call has its own cache.
         """
         return [self(*call, plan) for call in calls]
+
+
+def static_capacity(positions: int) -> int:
+    """Return the positions of a cache for static steps: a power of two of ``positions`` or more,
+    and padded rows.
+
+    So the longest context of 131,072 tokens has eight sizes, for each of which steps are captured
+    again. The room for padded rows is larger than any step needs.
+    """
+    return max(1024, 1 << (positions - 1).bit_length()) + 512

@@ -8,7 +8,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import compress, pairwise
+from itertools import accumulate, compress, repeat
 from typing import Any
 from unittest import mock
 
@@ -104,12 +104,6 @@ def silenced(oracle: nn.Module, plan: LayerPlan) -> Iterator[None]:
         yield
 
 
-def texts(min_size: int = 1, max_size: int = 24) -> st.SearchStrategy[Tensor]:
-    """``[1, T]`` token ids."""
-    ids = st.lists(st.integers(0, VOCAB - 1), min_size=min_size, max_size=max_size)
-    return ids.map(lambda tokens: torch.tensor([tokens]))
-
-
 @st.composite
 def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """A small config.json of the family, in the layout of transformers 4 or 5, over all that varies
@@ -178,28 +172,23 @@ def ropes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     layout = draw(st.sampled_from([4, 5]))
     local = draw(st.sampled_from([10.0, 10000.0]))  # of Gemma-3's layers with a window
     if layout == 5 and family == "gemma3_text":
-        windowed = {"rope_type": "default", "rope_theta": local}
-        whole = {"rope_theta": theta, **rope}
-        return {"rope_parameters": {"sliding_attention": windowed, "full_attention": whole}}
+        return {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+                "full_attention": {"rope_theta": theta, **rope},
+            }
+        }
     if layout == 5:
         return {"rope_parameters": {"rope_theta": theta, **rope}}
     fields = {"rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     return fields | ({"rope_local_base_freq": local} if family == "gemma3_text" else {})
 
 
-@st.composite
-def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
-    """Consecutive chunks of the positions [0, length): (start, end) pairs."""
-    inner = draw(st.sets(st.integers(1, length - 1))) if length > 1 else set()
-    edges = [0, *sorted(inner), length]
-    return list(pairwise(edges))
-
-
 def in_chunks(
-    model: Decoder, tokens: Tensor, chunks: list[tuple[int, int]], plan: LayerPlan | None = None
+    model: Decoder, tokens: Tensor, sizes: int | list[int], plan: LayerPlan | None = None
 ) -> Tensor:
-    """Logits of the whole text, computed with a cache chunk by chunk."""
+    """Logits of the whole text, computed with a cache in chunks of these sizes."""
     cache = model.new_cache(tokens.shape[1], batch=tokens.shape[0])
-    return torch.cat(
-        [model(tokens[:, start:end], cache, start, plan) for start, end in chunks], dim=1
-    )
+    chunks = tokens.split(sizes, dim=1)
+    starts = accumulate((chunk.shape[1] for chunk in chunks), initial=0)
+    return torch.cat([model(*each, plan) for each in zip(chunks, repeat(cache), starts)], dim=1)

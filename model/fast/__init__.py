@@ -1,10 +1,11 @@
 """Fast decoding of the same models: compiled steps on a CPU (``cpu``), compiled and captured ones
 on a GPU (``gpu``).
 
-Begin with ``accelerate``. The readable files of ``model`` do not depend on this folder.
+Begin with ``accelerate``. The readable files of ``model`` do not depend on this folder. What is
+passed over for lack of a compiler is logged as a warning, which Python prints on stderr.
 """
 
-import sys
+import logging
 from typing import Any
 
 import torch
@@ -46,5 +47,7 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     try:
         return FastDecoder(model)
     except InputError as error:
-        print(f"steps are the readable blocks', several times slower: {error}", file=sys.stderr)
+        logging.getLogger(__name__).warning(
+            "steps are the readable blocks', several times slower: %s", error
+        )
         return model

@@ -199,7 +199,7 @@ class Weights:
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap or 0,
             final_soft_cap=config.final_soft_cap or 0,
-            is_gelu=config.block == "gemma2",
+            is_gelu=config.activation != "silu",
         )
 
     def add_sublayers(

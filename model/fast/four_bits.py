@@ -6,19 +6,19 @@ Triton's (``triton_product``) serves the other dtypes. In eight bits, and for sh
 takes, drafts use the checkpoint's weights.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.decoder import Decoder
 from model.device import multiplies_bf16
 from model.low_bits import PlannedBlocks, Product, with_parts
 from model.quantise import GROUP, Quantised
 
-JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # products of the same inputs
+# the last product of a sublayer, and those before it, which have the same inputs
+JOINED = {"o_proj": ("q_proj", "k_proj", "v_proj"), "down_proj": ("gate_proj", "up_proj")}
 
 
 def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
@@ -27,31 +27,34 @@ def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """
     if device.type != "cuda" or dtype == torch.float64:
         return ()
-    if dtype == torch.bfloat16:
-        return (4,) if multiplies_bf16(device) else ()
-    has_triton = find_spec("triton") is not None
-    return (4,) if has_triton and torch.cuda.get_device_capability(device) >= (7, 5) else ()
+    for_triton = find_spec("triton") and torch.cuda.get_device_capability(device) >= (7, 5)
+    has_kernel = multiplies_bf16(device) if dtype == torch.bfloat16 else for_triton
+    return (4,) if has_kernel else ()
 
 
-class Int4Linear(nn.Module):
-    """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16. It is fast for one
-    row, as in drafts.
+def pack(weight: Quantised) -> tuple[Tensor, Tensor]:
+    """Return the weights as torch's kernel reads them, and their scales and zeros."""
+    codes = weight.codes
+    tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
+    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
+    middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
+    scales = torch.stack((weight.scale.T, middle.T), -1).contiguous()
+    return torch.ops.aten._convert_weight_to_int4pack(pairs, tiles), scales
+
+
+def multiply(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Return the product of ``rows`` ``[rows, in]`` by torch's kernel, ``[rows, out]`` bf16."""
+    return torch.ops.aten._weight_int4pack_mm(rows, weight, GROUP, scales)
+
+
+def linear(
+    multiply: Callable[..., Tensor], packed: Sequence[Tensor], bias: Tensor | None, x: Tensor
+) -> Tensor:
+    """Return x Wᵀ + b with W in four bits, ``packed`` for a kernel: ``[..., in]`` -> ``[..., out]``
+    in the dtype of x. It is fast for one row, as in drafts.
     """
-
-    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
-        super().__init__()
-        codes = weight.codes
-        tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
-        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
-        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs, tiles))
-        middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
-        self.register_buffer("scale", torch.stack((weight.scale.T, middle.T), -1).contiguous())
-        self.register_buffer("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        product = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scale)
-        return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
+    product = multiply(x.reshape(-1, x.shape[-1]), *packed).view(*x.shape[:-1], -1)
+    return product if bias is None else product + bias
 
 
 class FourBitBlocks(PlannedBlocks):
@@ -60,39 +63,40 @@ class FourBitBlocks(PlannedBlocks):
     Products of the same inputs are one: four launches per layer in place of seven.
     """
 
-    def new_product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product:
-        is_head = isinstance(product, nn.Embedding)
-        plain = partial(F.linear, weight=product.weight) if is_head else product
-        return self._kernel([product], bits) or plain
+    def new_product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product | None:
+        return self.joined([product], bits)
 
     def new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
-        names = next(names for names in JOINED if hasattr(sublayer, names[0]))
-        parts = [getattr(sublayer, name) for name in names]
-        joined = self._kernel(parts, bits)
+        last = next(name for name in JOINED if hasattr(sublayer, name))
+        own = getattr(sublayer, last)
+        before = [getattr(sublayer, name) for name in JOINED[last]]
+        joined = self.joined(before, bits)
         if joined is None:
             return sublayer
-        # the joined product stands for these parts
-        copy = super().new_sublayer(with_parts(sublayer, dict.fromkeys(names)), bits)
-        sizes = [part.out_features for part in parts]
-        copy.project = lambda x: joined(x).split(sizes, -1)
-        return copy
+        sizes = [product.out_features for product in before]
+        parts = {
+            "project": lambda x: joined(x).split(sizes, -1),
+            last: self.joined([own], bits) or own,
+        }
+        return with_parts(sublayer, parts)
 
     @torch.no_grad()
-    def _kernel(self, products: list[nn.Module], bits: int) -> nn.Module | None:
-        """Return the product by the weights of several, one after another, in few bits; None where
+    def joined(self, products: list[nn.Module], bits: int) -> Product | None:
+        """Return one product by the weights of several, one after another, in few bits; None where
         no kernel takes them.
         """
-        model: Decoder = self.model
-        shapes = [product.weight.shape for product in products]
-        fits = all(rows % 8 == 0 and columns % GROUP == 0 for rows, columns in shapes)
+        model = self.model
+        fits = all(
+            each.weight.shape[0] % 8 == 0 and each.weight.shape[1] % GROUP == 0 for each in products
+        )
         if bits not in gpu_bits(model.device, model.dtype) or not fits:
             return None
-        rounded = [model.rounded(product, bits) for product in products]
+        rounded = [self.rounded(product, bits) for product in products]
         weight = Quantised(*map(torch.cat, zip(*rounded, strict=True)))
         biases = [getattr(product, "bias", None) for product in products]
         bias = None if biases[0] is None else torch.cat(biases)
         if model.dtype == torch.bfloat16:
-            return Int4Linear(weight, bias)
-        from model.fast.triton_product import TritonLinear  # where Triton is installed
+            return partial(linear, multiply, pack(weight), bias)
+        from model.fast import triton_product  # where Triton is installed
 
-        return TritonLinear(weight, bias)
+        return partial(linear, triton_product.multiply, triton_product.pack(weight), bias)

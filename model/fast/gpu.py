@@ -12,19 +12,16 @@ other rows, which is checked. The order of this file: the cache, the block, the 
 and the decoder, which makes steps and falls back to the readable blocks.
 """
 
-import sys
-from collections.abc import Callable, Iterable
-from functools import cache as cached
-from functools import partial
-from itertools import count
+import functools
+import logging
+from collections.abc import Callable, Collection
 from typing import NamedTuple
-from weakref import ref
+from weakref import finalize
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache, static_capacity
+from model.cache import KVCache
 from model.decoder import Decoder
 from model.device import compiled
 from model.errors import typed_line
@@ -32,7 +29,7 @@ from model.fast import PreparedDecoder
 from model.fast.four_bits import FourBitBlocks, gpu_bits
 from model.layers import Positions, attend_by_formula, causal_mask, rotary_table, wide_dtype
 from model.plan import LayerPlan
-from model.steps import Abilities, Steps
+from model.steps import Abilities, Steps, static_capacity
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
@@ -47,20 +44,10 @@ class StaticCache:
     more.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, model: Decoder) -> None:
-        with torch.inference_mode(False):
-            self.entries = model.new_cache(static_capacity(1))
+        self.entries = model.new_cache(static_capacity(1))
         self.steps: dict[LayerPlan, StaticStep] = {}
-        self.text: Callable[[], TextCache | None] = lambda: None
-
-    def for_text(self, capacity: int) -> "TextCache":
-        """Return an empty cache of a text, which uses these tensors until it is gone."""
-        for tensor in (*self.entries.keys, *self.entries.values):
-            # a step also reads invalid entries, with a mask, and 0 times NaN would be NaN
-            tensor.zero_()
-        text = TextCache(self, capacity)
-        self.text = ref(text)
-        return text
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -75,11 +62,11 @@ class StaticCache:
         self.entries.capacity += more
         for tensors in (self.entries.keys, self.entries.values):
             for layer, tensor in enumerate(tensors):
-                tensors[layer] = F.pad(tensor, (0, 0, 0, more))
+                tensors[layer] = torch.nn.functional.pad(tensor, (0, 0, 0, more))
 
 
 class TextCache(KVCache):
-    """Cache of a text, with the tensors of a static cache."""
+    """Cache of a text, at first empty, with the tensors of a static cache."""
 
     def __init__(self, static: StaticCache, capacity: int) -> None:
         self.static = static
@@ -87,8 +74,11 @@ class TextCache(KVCache):
         self.keys = static.entries.keys
         self.values = static.entries.values
         self.lengths = [0] * len(self.keys)
+        for tensor in (*self.keys, *self.values):
+            # a step also reads invalid entries, with a mask, and 0 times NaN would be NaN
+            tensor.zero_()
 
-    def claim(self, layers: Iterable[int], start: int, count: int) -> None:
+    def claim(self, layers: Collection[int], start: int, count: int) -> None:
         super().claim(layers, start, count)
         self.static.make_room(start + count)
 
@@ -136,7 +126,7 @@ def run_block(
     mlp: bool,
 ) -> Tensor:
     """Run a readable block at static positions: this is what is compiled."""
-    positions = Positions(0, *angles, attend=partial(attend_statically, mask))
+    positions = Positions(0, *angles, attend=functools.partial(attend_statically, mask))
     return block(x, positions, entries, attention=attention, mlp=mlp)
 
 
@@ -158,8 +148,8 @@ class StaticStep:
     """Step of a plan on a static cache for up to ``rows`` tokens, by the same kernels on the same
     buffers.
 
-    ``run`` is ``run_block`` or ``run_compiled``. ``replay`` replays the captured step, if it is
-    captured.
+    ``run`` is ``run_block`` or ``run_compiled``. ``replay`` replays the captured step, or computes
+    it where it is not captured.
     """
 
     # the buffers outlive the call, and are written in inference mode and outside
@@ -171,14 +161,15 @@ class StaticStep:
         self.cache = cache
         self.plan = plan
         self.run = run
-        self.replay: Callable[[], None] | None = None
+        self.replay: Callable[[], None] = self.compute
         self.rows = 1 if plan.has_low_bits else ROWS
         self.tokens = torch.zeros(1, self.rows, dtype=torch.int64, device=model.device)
         self.start = torch.zeros((), dtype=torch.int64, device=model.device)
-        config = model.config
         self.angles = {
-            rope: rotary_table(rope, config.head_dim, cache.capacity, model.dtype, model.device)
-            for rope in set(config.ropes)
+            rope: rotary_table(
+                rope, model.config.head_dim, cache.capacity, model.dtype, model.device
+            )
+            for rope in set(model.config.ropes)
         }
 
     def compute(self) -> None:
@@ -193,11 +184,10 @@ class StaticStep:
             for rope, tables in self.angles.items()
         }
         keys = torch.arange(self.cache.capacity, device=model.device)
-        groups = config.num_heads // config.num_kv_heads
         masks = {
             window: causal_mask(
                 index, keys, window, wide_dtype(model.dtype), self.plan.window
-            ).repeat(groups, 1)
+            ).repeat(config.num_heads // config.num_kv_heads, 1)
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)
@@ -214,12 +204,16 @@ class StaticStep:
         self.logits = model.logits(x, model.planned.head(self.plan.head))
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
-        """Return the logits ``[1, T, vocab]`` of up to ``rows`` tokens ``[1, T]``."""
-        count = tokens.shape[1]
-        self.tokens[:, :count].copy_(tokens)
-        self.start.fill_(start)
-        (self.replay or self.compute)()
-        return self.logits[:, :count].clone()  # a later replay writes to the same memory
+        """Return the logits ``[1, T, vocab]`` of the tokens ``[1, T]``, ``rows`` at a time."""
+        logits = []
+        for part in tokens.split(self.rows, 1):
+            count = part.shape[1]
+            self.tokens[:, :count].copy_(part)
+            self.start.fill_(start)
+            self.replay()
+            logits.append(self.logits[:, :count].clone())  # the next replay writes there
+            start += count
+        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
 
 class Recorder:
@@ -229,7 +223,7 @@ class Recorder:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
         # A pool whose last graph has died cannot be used again. So this graph is kept.
-        self.smallest = self(partial(torch.zeros, 1, device="cuda"))
+        self.smallest = self(functools.partial(torch.zeros, 1, device="cuda"))
 
     def __call__(self, compute: Callable[[], object]) -> Callable[[], None]:
         """Record ``compute`` as a graph; returns the replay.
@@ -239,19 +233,17 @@ class Recorder:
         """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
-        try:
+        # an invalid capture leaves its stream the current one; this makes ``current`` that again
+        with torch.cuda.stream(current):
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
                 compute()
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 compute()
-        finally:
-            # an invalid capture leaves its stream the current one
-            torch.cuda.set_stream(current)
         return graph.replay
 
 
-recorder = cached(Recorder)
+recorder = functools.cache(Recorder)
 
 
 class StaticDecoder(PreparedDecoder):
@@ -269,7 +261,7 @@ class StaticDecoder(PreparedDecoder):
         self.abilities = Abilities(gpu_bits(model.device, model.dtype), why_rows_vary=None)
         self.run = run_compiled if captures else run_block
         self.captures = captures
-        self.caches: list[StaticCache] = []
+        self.free: list[StaticCache] = []
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Return a cache as ``Decoder.new_cache`` does. For a single text it has the tensors and
@@ -277,11 +269,10 @@ class StaticDecoder(PreparedDecoder):
         """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
-        free = [static for static in self.caches if static.text() is None]
-        if not free:
-            free = [StaticCache(self.model)]
-            self.caches += free
-        return free[0].for_text(capacity)
+        static = self.free.pop() if self.free else StaticCache(self.model)
+        text = TextCache(static, capacity)
+        finalize(text, self.free.append, static)
+        return text
 
     def __call__(
         self,
@@ -294,41 +285,36 @@ class StaticDecoder(PreparedDecoder):
         steps.
         """
         plan = plan or LayerPlan.full(self.num_layers)
-        if isinstance(cache, TextCache):  # first, since longer tensors have other steps
+        if isinstance(cache, TextCache):
+            # first, since longer tensors have other steps
             cache.claim(plan.attention_layers, start, tokens.shape[1])
-        step = self.step_of(cache, plan)
-        if step is None:
-            return self.model(tokens, cache, start, plan)
-        parts = zip(count(start, step.rows), tokens.split(step.rows, 1))
-        try:
-            logits = [step(part, first) for first, part in parts]
-        except RuntimeError as error:  # of a driver or an allocator; entries are written again
-            self._give_up(error)
-            return self.model(tokens, cache, start, plan)
-        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+            self.make_step(cache, plan)
+            if self.trouble is None:
+                try:
+                    return cache.static.steps[plan](tokens, start)
+                except RuntimeError as error:  # of a driver or an allocator
+                    self._give_up(error)
+        return self.model(tokens, cache, start, plan)  # entries are written again
 
     @torch.inference_mode()
-    def step_of(self, cache: KVCache | None, plan: LayerPlan | None = None) -> StaticStep | None:
+    def make_step(self, cache: KVCache, plan: LayerPlan | None = None) -> None:
         plan = plan or LayerPlan.full(self.num_layers)
-        if self.trouble or not isinstance(cache, TextCache):
-            return None
-        steps = cache.static.steps
-        while plan not in steps and not self.trouble:
+        while isinstance(cache, TextCache) and plan not in cache.static.steps and not self.trouble:
             try:
-                steps[plan] = self._new_step(cache.static.entries, plan)
+                cache.static.steps[plan] = self._new_step(cache.static.entries, plan)
             except Exception as error:  # of compilers, drivers, allocators
                 if self.run is run_block:
                     self._give_up(error)
                 else:
                     self.run = run_block
-                    print(f"[steps are captured uncompiled: {typed_line(error)}]", file=sys.stderr)
-        return steps.get(plan)
+                    logging.getLogger(__name__).warning(
+                        "[steps are captured uncompiled: %s]", typed_line(error)
+                    )
 
     def _give_up(self, error: Exception) -> None:
         """Note why later steps are the readable blocks'."""
         self.trouble = f"steps run without CUDA graphs: {typed_line(error)}"
-        why = Steps.abilities.why_rows_vary
-        self.abilities = self.abilities._replace(why_rows_vary=why)
+        self.abilities = self.abilities._replace(why_rows_vary=Steps.abilities.why_rows_vary)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
         """Return a static step of a plan that has passed ``_check``. It runs on the first positions
@@ -362,5 +348,7 @@ class StaticDecoder(PreparedDecoder):
                 f"a static step's logits are {difference.item():.3g} away from the readable blocks'"
             )
         if not torch.equal(alone, found[:, -1:]):
-            why = "the kernels of this GPU give a row different bits alone and among others"
-            self.abilities = self.abilities._replace(why_rows_vary=why)
+            self.abilities = self.abilities._replace(
+                why_rows_vary="the kernels of this GPU give a row different bits alone and among"
+                " others"
+            )

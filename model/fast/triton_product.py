@@ -6,17 +6,16 @@ float16 on a T4. It reads as few bytes: a byte per two weights, and scale and ze
 
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.quantise import GROUP, Quantised
 
 HALF = GROUP // 2
 ROWS = 16  # of the matrix, per program
-GROUPS = 8  # that a program reads at a time
 
 
 @triton.jit
-def multiply(
+def kernel(
     x,
     pairs,
     scale,
@@ -30,10 +29,11 @@ def multiply(
 ):
     """Store ``ROWS`` numbers of the product with one input row of ``groups`` groups.
 
-    A group's sum of (code · scale + zero) · x is the sum of code · x, times scale, plus the sum of
-    x, times zero. Sums are in float32, and in the same order for every row.
+    ``GROUPS`` of them are read at a time. A group's sum of (code · scale + zero) · x is the sum of
+    code · x, times scale, plus the sum of x, times zero. Sums are in float32, and in the same order
+    for every row.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1)
     half = tl.arange(0, HALF)
     total = tl.zeros([ROWS], tl.float32)
@@ -43,45 +43,31 @@ def multiply(
         place = 2 * HALF * (token * groups + group[:, None]) + half
         first = tl.load(x + place, in_row, 0.0).to(tl.float32)
         second = tl.load(x + place + HALF, in_row, 0.0).to(tl.float32)
-        at = row * groups + group
-        exists = (row < out_size) & (group < groups)
+        at = row[:, None] * groups + group
+        exists = (row[:, None] < out_size) & (group < groups)
         both = tl.load(pairs + at[:, :, None] * HALF + half, exists[:, :, None], 0)
         products = (both & 15).to(tl.float32) * first + (both >> 4).to(tl.float32) * second
         scales = tl.load(scale + at, exists, 0.0).to(tl.float32)
         zeros = tl.load(zero + at, exists, 0.0).to(tl.float32)
         sums = tl.sum(first + second, 1)
         total += tl.sum(tl.sum(products, 2) * scales + sums * zeros, 1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(out + token * out_size + rows, total, rows < out_size)
+    tl.store(out + token * out_size + row, total, row < out_size)
 
 
-class TritonLinear(nn.Module):
-    """x Wᵀ + b with W in four bits: ``[..., in]`` -> ``[..., out]``, in the dtype of x."""
+def pack(weight: Quantised) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights as the kernel reads them, two a byte, with scales and zeros."""
+    codes = weight.codes.unflatten(1, (-1, 2, HALF))
+    # a byte holds the codes of places i and i + 16 of a group, so that inputs lie in a row
+    pairs = (codes[:, :, 0] | codes[:, :, 1] << 4).contiguous()
+    # older GPUs have no bf16
+    return pairs, weight.scale.half().contiguous(), weight.zero.half().contiguous()
 
-    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
-        super().__init__()
-        codes = weight.codes.unflatten(1, (-1, 2, HALF))
-        # a byte holds the codes of places i and i + 16 of a group, so that inputs lie in a row
-        self.register_buffer("weight", (codes[:, :, 0] | codes[:, :, 1] << 4).contiguous())
-        # older GPUs have no bf16
-        self.register_buffer("scale", weight.scale.half().contiguous())
-        self.register_buffer("zero", weight.zero.half().contiguous())
-        self.register_buffer("bias", bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        size, groups = self.scale.shape
-        product = rows.new_empty(len(rows), size)
-        multiply[triton.cdiv(size, ROWS), len(rows)](
-            rows,
-            self.weight,
-            self.scale,
-            self.zero,
-            product,
-            size,
-            groups,
-            HALF=HALF,
-            ROWS=ROWS,
-            GROUPS=GROUPS,
-        )
-        return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
+def multiply(rows: Tensor, pairs: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Return the product of ``rows`` ``[rows, in]``, ``[rows, out]`` in their dtype."""
+    size, groups = scale.shape
+    product = rows.new_empty(len(rows), size)
+    kernel[triton.cdiv(size, ROWS), len(rows)](
+        rows, pairs, scale, zero, product, size, groups, HALF=HALF, ROWS=ROWS, GROUPS=8
+    )
+    return product

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from runpy import run_path
 from tempfile import NamedTemporaryFile
@@ -31,14 +32,14 @@ from decoding.race import race_at
 from decoding.randomness import inverse_cdf
 from decoding.rows import by_compiled_code
 from decoding.sampling import probabilities
-from model.cache import static_capacity
 from model.config import parse_config
 from model.decoder import Decoder
 from model.families import build
 from model.fast import gpu
-from model.fast.four_bits import FourBitBlocks, gpu_bits
+from model.fast.four_bits import FourBitBlocks
 from model.plan import LayerPlan
 from model.quantise import GROUP, Quantised
+from model.steps import static_capacity
 
 SHAPES = Path(__file__).parents[2] / "benchmark" / "shapes.json"
 # answers of CUDA's runtime: device 0 is current, and any may become so
@@ -140,8 +141,8 @@ def compile_kernels(lowering: Any) -> SimpleNamespace:
     return SimpleNamespace(call=Mock())
 
 
-def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-    rows, columns = product.weight.shape
+def fake_rounded(linear: nn.Linear | nn.Embedding, bits: int) -> Quantised:
+    rows, columns = linear.weight.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cuda")
     scale = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16, device="cuda")
     return Quantised(codes, scale, scale)
@@ -149,21 +150,18 @@ def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
 
 def compile_steps(model: Decoder) -> None:
     """Compute static steps of all kinds that production makes."""
+    model.planned = FourBitBlocks(model)
+    model.planned.rounded = fake_rounded
     full = LayerPlan.full(model.num_layers)
-    plans = [full, LayerPlan.early_exit(model.num_layers, 4)]
-    if gpu_bits(model.device, model.dtype):
-        model.rounded = fake_rounded
-        model.planned = FourBitBlocks(model)
-        plans.append(full.in_bits(4))
-    for capacity in 1024, 4096:
+    plans = full, LayerPlan.early_exit(model.num_layers, 4), full.in_bits(4)
+    for capacity, plan in product((1024, 4096), plans):
         cache = model.new_cache(static_capacity(capacity))
-        for plan in plans:
-            gpu.StaticStep(model, cache, plan, gpu.run_compiled).compute()
+        gpu.StaticStep(model, cache, plan, gpu.run_compiled).compute()
 
 
 def compile_functions(vocab: int) -> None:
     """Call the functions of rows, as ``decoding.rows`` does."""
-    probs = torch.empty(1, vocab, device="cuda")
+    probs = torch.empty(1, vocab, dtype=torch.float32, device="cuda")
     one = torch.empty(1, dtype=torch.float64, device="cuda")
     for filters in FILTERS:
         by_compiled_code(gpu.compiled(probabilities), probs, *filters)
@@ -176,11 +174,10 @@ def main(shape: str, capability: str, dtype: str) -> None:
     config = parse_config(json.loads(SHAPES.read_text())[shape])
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     gpu.compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=compile_graph)
+    torch.set_default_dtype(getattr(torch, dtype))
     with fake, torch.no_grad():
-        torch.set_default_dtype(getattr(torch, dtype))
         with torch.device("cuda"):
             model = build(config).requires_grad_(False)
-        torch.set_default_dtype(torch.float32)
         compile_steps(model)
         blocks = len(GRAPHS)
         compile_functions(model.vocab_size)

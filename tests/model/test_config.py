@@ -1,15 +1,10 @@
 """config.json: defaults, variants, and refusals with their messages."""
 
-import copy
 import re
 
 import pytest
-import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.config import FAMILIES, Rope, parse_config
-from model.layers import inverse_frequencies, rotary_table
 from tests.refusal import refusal
 
 LLAMA = {
@@ -138,14 +133,16 @@ def test_windows_are_in_the_layers_of_each_family(raw, windows):
     assert parse_config(raw).windows == windows
 
 
-def test_keys_that_a_family_does_not_read_change_nothing():
-    for raw, ignored in [
+def test_keys_that_a_family_does_not_read_and_other_names_of_activations_change_nothing():
+    for raw, more in [
+        (LLAMA, {"hidden_act": "swish"}),
+        (GEMMA, {"hidden_activation": "gelu_new"}),
         (MISTRAL, {"attention_bias": True, "mlp_bias": True, "query_pre_attn_scalar": 9}),
         (QWEN2, {"attention_bias": False, "attn_logit_softcapping": 9.0}),
         (LLAMA, {"sliding_window": 10, "final_logit_softcapping": 9.0}),
         (GEMMA3, {"attn_logit_softcapping": 50.0, "use_sliding_window": False}),
     ]:
-        assert parse_config(raw | ignored) == parse_config(raw)
+        assert parse_config(raw | more) == parse_config(raw)
 
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32}
@@ -164,27 +161,13 @@ YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32}
     ],
     ids=str,
 )
-def test_scaled_frequencies_and_their_attention_factor_are_those_of_transformers(
+def test_scaling_has_the_attention_factor_and_the_context_of_transformers(
     scaling, attention_factor, context
 ):
     """In the context that the trained one is extended to by yarn."""
-    raw = LLAMA | {"rope_parameters": scaling | {"rope_theta": 100.0}}
-    config = parse_config(raw)
-    rope = config.ropes[0]
-    oracle = transformers.LlamaConfig(**copy.deepcopy(raw))
-    expected, factor = ROPE_INIT_FUNCTIONS[rope.kind](oracle)
-    found = inverse_frequencies(rope, config.head_dim, torch.float32, torch.device("cpu"))
-    torch.testing.assert_close(found, expected)
-    assert rope.attention_factor == pytest.approx(factor)
-    assert factor == pytest.approx(attention_factor, abs=1e-4) and config.max_positions == context
-    cos, sin = rotary_table(rope, 4, 1, torch.float32, torch.device("cpu"))
-    assert cos.tolist() == [[pytest.approx(factor)] * 4] and not sin.any()
-
-
-@pytest.mark.parametrize(("raw", "name"), [(LLAMA, "swish"), (GEMMA, "gelu_new")])
-def test_an_activation_may_have_another_name(raw, name):
-    key = {"llama": "hidden_act", "gemma2": "hidden_activation"}[raw["model_type"]]
-    assert parse_config(raw | {key: name}) == parse_config(raw)
+    config = parse_config(LLAMA | {"rope_parameters": scaling | {"rope_theta": 100.0}})
+    assert config.ropes[0].attention_factor == pytest.approx(attention_factor, abs=1e-4)
+    assert config.max_positions == context
 
 
 REFUSED = [

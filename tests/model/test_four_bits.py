@@ -7,7 +7,7 @@ process of its own: ``python -m tests.model.test_four_bits``.
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -15,37 +15,30 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
-from model.fast.four_bits import Int4Linear, gpu_bits
+from model.fast import four_bits
 from model.quantise import Quantised, quantise
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 SHAPES = (8, 32), (40, 288), (33, 256), (16, 1024)
 
 
-def triton_linear(weight: Quantised, bias: Tensor) -> nn.Module:
-    from model.fast.triton_product import TritonLinear
-
-    return TritonLinear(weight, bias)
-
-
 @torch.inference_mode()
-def check(
-    new_product: Callable[..., nn.Module], dtype: torch.dtype, size: int, columns: int, device: Any
-) -> None:
+def check(name: str, dtype: torch.dtype, size: int, columns: int, device: Any) -> None:
     """The product is that of the rounded weights, and a row's is that of the row alone."""
+    kernel = import_module(f"model.fast.{name}")  # Triton is optional
     generator = torch.Generator().manual_seed(size)
     weight = quantise(torch.randn(size, columns, generator=generator), 4)
     x = torch.randn(2, 3, columns, generator=generator).to(device, dtype)
     bias = torch.randn(size, generator=generator).to(device, dtype)
-    linear = new_product(Quantised(*(each.to(device) for each in weight)), bias)
-    found = linear(x)
+    packed = kernel.pack(Quantised(*(each.to(device) for each in weight)))
+    found = four_bits.linear(kernel.multiply, packed, bias, x)
     rounded = weight.dequantised(torch.float64).to(device)
     tolerance = 4 * torch.finfo(dtype).eps
     expected = F.linear(x.double(), rounded, bias.double()).to(dtype)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=30 * tolerance)
-    assert torch.equal(linear(x[1:, 2:]), found[1:, 2:])
+    alone = four_bits.linear(kernel.multiply, packed, bias, x[1:, 2:])
+    assert torch.equal(alone, found[1:, 2:])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is on PyPI for Linux only")
@@ -60,18 +53,14 @@ def test_tritons_product_is_that_of_the_rounded_weights_and_of_each_row_alone() 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gpus_product_is_that_of_the_rounded_weights_and_of_each_row_alone(
-    dtype: torch.dtype,
-) -> None:
-    device = torch.device("cuda", 0)
-    if not gpu_bits(device, dtype):
-        pytest.skip("no kernel on this GPU")
-    kernel = Int4Linear if dtype == torch.bfloat16 else triton_linear
-    check(kernel, dtype, 64, 1024, device)
+def test_a_gpus_products_are_those_of_the_rounded_weights_and_of_each_row_alone() -> None:
+    for dtype in DTYPES:
+        if four_bits.gpu_bits(torch.device("cuda", 0), dtype):
+            name = "four_bits" if dtype == torch.bfloat16 else "triton_product"
+            check(name, dtype, 64, 1024, "cuda")
 
 
 if __name__ == "__main__":
     for dtype, shape in product(DTYPES, SHAPES):
-        check(triton_linear, dtype, *shape, "cpu")
+        check("triton_product", dtype, *shape, "cpu")
         print("checked")

@@ -2,8 +2,6 @@
 any failure costs speed alone.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,18 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from model.cache import KVCache, static_capacity
+from model.cache import KVCache
 from model.fast import gpu
 from model.fast.gpu import ROWS, StaticDecoder
 from model.plan import FULL, LayerPlan
-from model.quantise import Quantised
-from model.steps import Steps
+from model.steps import Steps, static_capacity
 from tests.configs import FAMILIES, small
 from tests.laws import plans, random_model, tiny_model
 
 VOCAB = 19
 READABLE = gpu.run_block
-TARGET = LayerPlan.full(3)
 TOKENS = (3 - torch.arange(1605))[None] % VOCAB  # unlike those of a check
 
 
@@ -34,20 +30,8 @@ def static(family: str = "llama") -> StaticDecoder:
     return StaticDecoder(tiny_model(family, vocab=VOCAB), captures=False)
 
 
-def record(compute: Callable[[], object]) -> Callable[[], object]:
-    """The replay of a computation that, like a CUDA graph's, is run once before."""
-    compute()
-    return compute
-
-
 def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> None:
-    """Before each test."""
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,6 +69,7 @@ def test_one_compiled_block_serves_all_layers_and_caches_that_grow(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one graph without a break, with the readable block's logits."""
+    torch._dynamo.reset()
     backend = Mock(side_effect=torch._dynamo.lookup_backend("aot_eager"))
     code = torch.compile(
         gpu.run_block, fullgraph=True, dynamic=False, backend=lambda *given: backend(*given)
@@ -105,20 +90,21 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
     model = static()
     cache = model.new_cache(20)
     model(TOKENS[:, :2], cache, 0)
-    first = cache.static
-    assert model.new_cache(20).static is not first, "it serves one text at a time"
+    steps = cache.static.steps
+    assert model.new_cache(20).static.steps is not steps, "it serves one text at a time"
     del cache
-    again = model.new_cache(30)
-    assert again.static is first and len(first.steps) == 1
-    assert again.capacity == 30 and again.length == 0
+    found = [model.new_cache(30) for _ in range(2)]
+    again = next(each for each in found if each.static.steps is steps)
+    assert len(steps) == 1 and again.capacity == 30 and again.length == 0
     assert not any(each.any() for each in (*again.keys, *again.values))
 
 
 def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled() -> None:
-    wanted = [*range(1, 131_072, 997), 131_072]
-    sizes = [*map(static_capacity, wanted)]
-    assert all(size >= positions + ROWS for size, positions in zip(sizes, wanted, strict=True))
-    assert len({*sizes}) <= 8 and max(sizes) < 1.01 * 131_072
+    sizes = {
+        positions: static_capacity(positions) for positions in (*range(1, 131_072, 997), 131_072)
+    }
+    assert all(size >= positions + ROWS for positions, size in sizes.items())
+    assert len({*sizes.values()}) <= 8 and max(sizes.values()) < 1.01 * 131_072
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
@@ -126,27 +112,20 @@ def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled() ->
 def test_products_of_the_same_inputs_are_one_in_four_bits(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the kernel replaced by torch's product of the rounded weights. Sublayers in eight bits,
-    which have no kernel, stand beside these.
+    """With the kernel replaced by torch's product of the rounded weights, and inputs that are not
+    rounded. Sublayers in eight bits, which have no kernel, stand beside these.
     """
-    made: list[Tensor] = []
-
-    def product_of(weight: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        made.append(weight.codes)
-        return partial(F.linear, weight=weight.dequantised(torch.float64), bias=bias)
-
+    pack = Mock(side_effect=lambda weight: [weight.dequantised(torch.float64)])
     monkeypatch.setattr("model.fast.four_bits.gpu_bits", lambda device, dtype: (4,))
-    monkeypatch.setattr("model.fast.triton_product.TritonLinear", product_of)
+    monkeypatch.setattr("model.fast.triton_product.pack", pack)
+    monkeypatch.setattr("model.fast.triton_product.multiply", F.linear)
+    monkeypatch.setattr("model.low_bits.round_inputs", lambda x: x)
     raw = small(family, hidden=32, vocab_size=24, head_dim=16)
     model = StaticDecoder(random_model(raw), captures=False)
     found = model(TOKENS[:, :3], model.new_cache(20), 0, LayerPlan((4, 8, 4), (8, 4, FULL), head=4))
-    assert model.trouble is None and len(made) == 2 * 2 + 2 + 1
-    readable = random_model(raw)
-    readable.planned.new_product = lambda each, bits: product_of(
-        readable.rounded(each, bits), getattr(each, "bias", None)
-    )
+    assert model.trouble is None and pack.call_count == 2 * 2 + 2 + 1
     plan = LayerPlan((4, FULL, 4), (FULL, 4, FULL), head=4)
-    assert_same(found, readable(TOKENS[:, :3], plan=plan))
+    assert_same(found, random_model(raw)(TOKENS[:, :3], plan=plan))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +149,8 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     model.prefill(TOKENS[:, :4], cache)
     failing = Mock(side_effect=broken)
     if isinstance(broken, torch.OutOfMemoryError):
-        model.step_of(cache).run = failing
+        model.make_step(cache)
+        cache.static.steps[LayerPlan.full(3)].run = failing
     monkeypatch.setattr(gpu, "run_block", failing)
     model.run = failing
     found = torch.cat([model(TOKENS[:, at : at + 5], cache, at) for at in (4, 9)], 1)
@@ -183,15 +163,14 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
 
 @torch.inference_mode()
 def test_a_block_that_does_not_compile_is_captured_uncompiled_and_a_line_says_so(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "compiled", Mock(side_effect=RuntimeError("no\n C compiler")))
-    monkeypatch.setattr(gpu, "recorder", lambda: record)
+    monkeypatch.setattr(gpu, "recorder", lambda: lambda compute: compute)
     model = StaticDecoder(tiny_model("llama", vocab=VOCAB))
     assert_same(model(TOKENS[:, :9], model.new_cache(20), 0), model.model(TOKENS[:, :9]))
     assert model.trouble is None
-    said = capsys.readouterr().err
-    assert said == "[steps are captured uncompiled: RuntimeError: no C compiler]\n"
+    assert caplog.messages == ["[steps are captured uncompiled: RuntimeError: no C compiler]"]
 
 
 @torch.inference_mode()

@@ -452,7 +452,7 @@ def test_where_no_compiler_works_the_readable_blocks_run_and_a_line_says_why(
     said: str,
     kept: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = random_model("llama")
     monkeypatch.setattr(cpu, "library", compiled.library)
@@ -461,7 +461,7 @@ def test_where_no_compiler_works_the_readable_blocks_run_and_a_line_says_why(
     if compiler:
         monkeypatch.setattr(compiled, "compiler", lambda: compiler)
     assert accelerate(model) is model and model.abilities.why_rows_vary and not kept.exists()
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert said in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
