@@ -5,8 +5,6 @@ position: then the seed determines the text under any draft. In a proof
 ``decoding.proof.enumeration`` takes every outcome in turn.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,7 +22,7 @@ class Place(NamedTuple):
     position: int
     retractions: int = 0
 
-    def after(self, tokens: int) -> Place:
+    def after(self, tokens: int) -> "Place":
         """Return the place ``tokens`` positions later."""
         return self._replace(position=self.position + tokens)
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from decoding.proof.enumeration import bar_of
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
+from decoding.proof.progress import bar_of
 from model.errors import InputError, explaining
 
 ANY_ERROR = (Exception, SystemExit)  # of the user's code

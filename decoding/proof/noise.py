@@ -9,8 +9,6 @@ and copies, so that code which uses one number twice has the law that follows fr
 are of real numbers, so a u that is exactly 0 is not seen. Knows nothing of the code that is judged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

@@ -19,7 +19,6 @@ from decoding.proof.foreign import (
     Comparison,
     Refused,
     assert_lossless,
-    first_difference,
     law_of,
     total_variation,
 )
@@ -91,6 +90,7 @@ LAWS: dict[str, tuple[Callable[[], Any], Any, float]] = {  # a result, and its p
     "independent rows": (lambda: torch.multinomial(ROWS, 1), ((1,), (0,)), 0.125),
     "samples without replacement": (lambda: torch.multinomial(P, 2), (0, 1), 0.3),
     "tosses": (lambda: torch.bernoulli(ROWS[:, 0]), (1.0, 0.0), 0.375),
+    "tosses of names": (lambda: torch.bernoulli(input=ROWS[:, 0]), (1.0, 0.0), 0.375),
 }
 
 
@@ -185,14 +185,6 @@ def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> No
     with pytest.raises(AssertionError, match=r"total variation of 0.15: .*1: 0.3, not 0.45"):
         assert_lossless(lambda: torch.multinomial(P, 1).item(), WRONG)
     assert_lossless(lambda: torch.multinomial(P, 1).item(), EXACT)
-
-
-def test_the_first_difference_of_two_texts_is_told_with_the_gap_of_their_logits() -> None:
-    table = torch.tensor([[0.0, 2.0, 1.5]]).expand(5, 3)
-    said = first_difference([1, 1, 2], [1, 2, 2], lambda tokens: table[len(tokens)])
-    assert said == "token 1 is 1, not 2: their logits differ by 0.5"
-    assert first_difference([1], [1], lambda tokens: table[0]) is None
-    assert "one text ends after 1" in first_difference([1], [1, 2], lambda tokens: table[0])
 
 
 # This project's loop, with the randomness of production
