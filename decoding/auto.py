@@ -198,9 +198,9 @@ class Auto(Policy):
         costs = self.costs_at(len(text))  # which may measure them
         began = perf_counter()
         offers = [*self._offers(text, limit, costs)]
-        drafts = [(*self._best_length(offer, limit), offer) for offer in offers]
         plain = 1.0, 0, None
-        speedup, length, taken = max(plain, *drafts, key=lambda draft: draft[0])
+        drafts = [plain, *((*self._best_length(offer, limit), offer) for offer in offers)]
+        speedup, length, taken = max(drafts, key=lambda draft: draft[0])
         self.choice = Choice(offers, taken, speedup, began)
         if taken is None:
             return empty_draft(text.vocab_size, text.device)
