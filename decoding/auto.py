@@ -11,9 +11,7 @@ known: all lengths of a draft share its α.
 Knows nothing of files and options. No other file of this folder knows of it.
 """
 
-from __future__ import annotations
-
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -34,9 +32,7 @@ from model.plan import LayerPlan
 LONGEST = 7  # tokens of a draft: a ninth row may cost much more
 MEASURED = 0.1  # seconds that all timed steps take
 LEAST_TURNS = 3  # of timed steps
-# α of a kind before its first round
-PRIOR_RATES = {"lookup 1": 0.3, "lookup 2": 0.5, "lookup 8": 0.8, "lookup 16": 0.9}
-PRIOR_RATE = 0.7
+PRIOR_RATE = 0.7  # α of a kind of draft before its first round, where nothing else is known
 
 
 @dataclass
@@ -58,10 +54,6 @@ class Costs:
     timed: bool = False
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=Costs.LATEST))
     beyond: dict[str, float] = field(default_factory=dict)
-
-    def of_round(self, name: str) -> float:
-        """Return the cost of a round with a draft of this drafter, without its tokens: v."""
-        return 1 + self.beyond.get(name, 0.0)
 
     def observe(self, name: str | None, seconds: float, of_tokens: float) -> None:
         """Learn from the time of a round, plain or with a draft of tokens at this cost."""
@@ -139,15 +131,15 @@ class Estimates:
 class Offer(NamedTuple):
     """Possible draft of the coming round, by the drafter ``name``.
 
-    ``rates`` are those of its kind. ``of_round`` is the cost of a round with it, without its
-    tokens; ``cost`` that of a drafted token: its draft step, if it needs one, and its row of the
-    verification. ``tokens`` are given where they are known without running a model.
+    ``rates`` are those of its kind. ``cost`` is that of a drafted token: its draft step, if it
+    needs one, and its row of the verification. ``of_round`` is the cost of a round with it, without
+    its tokens. ``tokens`` are given where they are known without running a model.
     """
 
     name: str
     rates: Rates
-    of_round: float
     cost: float
+    of_round: float
     tokens: Sequence[int] | None = None
 
 
@@ -155,13 +147,15 @@ class Offer(NamedTuple):
 class Choice:
     """All offers of a round, the one that is taken, if any pays, and its expected speed-up.
 
-    While its model drafts, ``confidences`` has those of the drafted tokens, and ``reached`` is the
-    probability that all of them are accepted.
+    ``began``: when the draft was asked for, by the clock, if it was. While its model drafts,
+    ``confidences`` has those of the drafted tokens, and ``reached`` is the probability that all of
+    them are accepted.
     """
 
     offers: Sequence[Offer] = ()
     taken: Offer | None = None
     speedup: float = 1.0
+    began: float | None = None
     confidences: list[float] = field(default_factory=list)
     reached: float = 1.0
 
@@ -184,53 +178,51 @@ class Auto(Policy):
         by_confidence: bool = True,
         longest: int | None = None,
     ) -> None:
-        """``costs``: those after a text of some length; ``priors``: α of a kind before its first
-        round; ``by_confidence``: whether a model's draft ends by the confidence of its tokens,
-        which the host then reads one by one; ``longest``: most tokens of a draft, where fewer than
-        ``LONGEST``.
+        """``costs``: those after a text of some length; ``priors``: α of a model's drafts before
+        its first round; ``by_confidence``: whether a model's draft ends by the confidence of its
+        tokens, which the host then reads one by one; ``longest``: most tokens of a draft, where
+        fewer than ``LONGEST``.
         """
         super().__init__(min(longest or LONGEST, LONGEST))
         self.reads_draft_confidence = by_confidence
         self.drafters = drafters
         self.costs_at = costs
         self.estimates = estimates or Estimates()
-        self.priors = PRIOR_RATES | dict(priors or {})
-        # of the current round
-        self.costs = Costs({}, 0.0)
-        self.began: float | None = None  # where a draft was asked for
-        self.choice = Choice()
+        self.priors = priors or {}
+        self.choice = Choice()  # in the current round
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return the draft of the offer with the largest expected speed-up: empty if none pays."""
-        self.costs = self.costs_at(len(text))
-        self.began = perf_counter()
-        offers = [*self._offers(text, limit)]
-        drafts = [(*self._best_length(offer, limit), offer) for offer in offers]
-        speedup, length, taken = max(drafts, key=lambda draft: draft[0], default=(1.0, 0, None))
-        if speedup <= 1:
-            self.choice = Choice(offers)
+        costs = self.costs_at(len(text))  # which may measure them
+        began = perf_counter()
+        offers = [*self._offers(text, limit, costs)]
+        plain = 1.0, 0, None
+        drafts = [plain, *((*self._best_length(offer, limit), offer) for offer in offers)]
+        speedup, length, taken = max(drafts, key=lambda draft: draft[0])
+        self.choice = Choice(offers, taken, speedup, began)
+        if taken is None:
             return empty_draft(text.vocab_size, text.device)
-        self.choice = Choice(offers, taken, speedup)
         if taken.tokens is not None:
             return draft_of(text, taken.tokens[:length])
         return self.drafters[taken.name].propose(text, length, params, policy, randomness)
 
-    def _offers(self, text: Text, limit: int) -> Iterator[Offer]:
-        """Return the offers of all drafters that have one. A lookup's acceptance is learned per
-        length of its n-gram.
+    def _offers(self, text: Text, limit: int, costs: Costs) -> Iterator[Offer]:
+        """Return the offers of all drafters that have one. A kind of draft is a model's, or a guess
+        of one quality.
         """
-        costs = self.costs
         for name, drafter in self.drafters.items():
+            of_round = 1 + costs.beyond.get(name, 0.0)
             if isinstance(drafter, ModelFreeDrafter):
                 quality, tokens = drafter.find(text, limit)
                 if tokens:
-                    rates = self.rates(f"{name} {quality}")
-                    yield Offer(name, rates, costs.of_round(name), costs.row, tokens)
+                    prior = drafter.PRIOR_RATES.get(quality, PRIOR_RATE)
+                    rates = self.rates(f"{name} {quality}", prior)
+                    yield Offer(name, rates, costs.row, of_round, tokens)
             elif name in costs.steps:
-                cost = costs.row + costs.steps[name]
-                yield Offer(name, self.rates(name), costs.of_round(name), cost)
+                rates = self.rates(name, self.priors.get(name, PRIOR_RATE))
+                yield Offer(name, rates, costs.row + costs.steps[name], of_round)
 
     def _best_length(self, offer: Offer, limit: int) -> tuple[float, int]:
         """Return the largest expected speed-up of an offer and the length that has it, as far as
@@ -240,20 +232,16 @@ class Auto(Policy):
         """
         rate = offer.rates.mean()
         longest = limit if offer.tokens is None else min(limit, len(offer.tokens))
-        credit = self.estimates.credit + 1 - offer.of_round
-        if credit <= 0:
-            return 1.0, 0
-        if longest * offer.cost > credit:
-            longest = int(credit / offer.cost)
+        covered = self.estimates.credit + 1 - offer.of_round
+        lengths = [k for k in range(1, longest + 1) if k * offer.cost <= covered]
         # Later tokens are accepted less often than the first: if that one does not pay, none does.
-        if longest < 1 or rate <= offer.cost:
+        if not lengths or rate <= offer.cost:
             return 1.0, 0
-        lengths = range(1, longest + 1)
         speedup, best = max(
             (expected_speedup(rate, k, offer.cost, offer.of_round), k) for k in lengths
         )
         ends_by_confidence = offer.tokens is None and self.reads_draft_confidence
-        return speedup, longest if ends_by_confidence else best
+        return speedup, lengths[-1] if ends_by_confidence else best
 
     def keep_drafting(self, confidence: float) -> bool:
         """Return whether another token is worth its cost: its probability of acceptance is more
@@ -271,34 +259,32 @@ class Auto(Policy):
         Known tokens are compared with the text even where their offer was not taken. Where no offer
         was, any draft is another drafter's.
         """
-        taken = self.choice.taken
+        choice = self.choice
+        self.choice = Choice()
+        taken = choice.taken
         drafted = len(round.drafted)
-        of_tokens = drafted * (taken.cost if taken else self.costs_at(round.position).row)
+        costs = self.costs_at(round.position)
+        of_tokens = drafted * (taken.cost if taken else costs.row)
         of_round = taken.of_round if taken else 1
         self.estimates.settle(len(round.emitted), of_round + of_tokens)
-        if self.costs.timed and self.began is not None and (taken or not drafted):
-            name = taken and taken.name
-            self.costs.observe(name, perf_counter() - self.began, of_tokens)
-        self.began = None
-        for offer in self.choice.offers:
+        if costs.timed and choice.began is not None and (taken or not drafted):
+            costs.observe(taken and taken.name, perf_counter() - choice.began, of_tokens)
+        for offer in choice.offers:
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))
                 offer.rates.learn(compared, common_prefix(offer.tokens, round.emitted))
             elif offer is taken:
-                offer.rates.learn(self.choice.confidences or [1.0] * drafted, round.accepted)
+                offer.rates.learn(choice.confidences or [1.0] * drafted, round.accepted)
             else:
                 offer.rates.fade()
-        self.choice = Choice()
 
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():
             drafter.rollback(length)
 
-    def rates(self, kind: str) -> Rates:
+    def rates(self, kind: str, prior: float = PRIOR_RATE) -> Rates:
         """Return the rates of a kind of draft."""
-        if kind not in self.estimates.rates:
-            self.estimates.rates[kind] = Rates(self.priors.get(kind, PRIOR_RATE))
-        return self.estimates.rates[kind]
+        return self.estimates.rates.setdefault(kind, Rates(prior))
 
 
 def tenth(confidence: float) -> int:
@@ -310,8 +296,8 @@ def tenth(confidence: float) -> int:
 def measured_costs(model: Model, cache: Any, plans: Mapping[str, LayerPlan]) -> Costs:
     """Return the costs of draft steps and verified rows, timed in turns on the model's own cache.
 
-    The steps follow the entries that the cache holds, which stay. A draft step is timed behind a
-    verification, as in a round.
+    The steps follow the entries that the cache holds, which stay. Each draft step is timed behind a
+    step of the target, as in a round.
     """
     start = cache.length
     rows = min(LONGEST + 1, cache.capacity - start)
@@ -324,15 +310,16 @@ def measured_costs(model: Model, cache: Any, plans: Mapping[str, LayerPlan]) -> 
         cache.truncate(start)
         return elapsed
 
-    steps = {"plain": (1, None), "rows": (rows, None)}
-    steps |= {name: (1, plan) for name, plan in plans.items()}
-    for step in steps.values():
-        seconds(*step)  # warm
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    turn = [("rows", rows, None), ("plain", 1, None)]
+    for name, plan in plans.items():
+        turn += [(name, 1, plan), ("plain", 1, None)]
+    for _, count, plan in turn:
+        seconds(count, plan)  # warm
+    times: defaultdict[str, list[float]] = defaultdict(list)
     ends = perf_counter() + MEASURED
-    while perf_counter() < ends or len(times["plain"]) < LEAST_TURNS:
-        for name, step in steps.items():
-            times[name].append(seconds(*step))
+    while perf_counter() < ends or len(times["rows"]) < LEAST_TURNS:
+        for name, count, plan in turn:
+            times[name].append(seconds(count, plan))
     plain = median(times["plain"])
     row = (median(times["rows"]) / plain - 1) / max(1, rows - 1)
     costs = {name: median(times[name]) / plain for name in plans}

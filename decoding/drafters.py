@@ -1,9 +1,8 @@
 """Drafters: small objects that propose tokens for the target to verify.
 
-A drafter has two methods. ``propose`` returns up to ``limit`` tokens after the text, each with the
-distribution that it was drawn from (one-hot for a token that was not drawn). ``rollback`` tells
-that the text is now ``length`` tokens long: the drafter must forget later positions (0: another
-text begins). The next ``propose`` receives the text.
+A drafter has two methods. ``propose`` returns tokens to follow the text, each with the distribution
+that it was drawn from (one-hot for a token that was not drawn). ``rollback`` tells how long the
+text is now. The next ``propose`` receives the text.
 
 Knows nothing of files and options, nor of who chooses a drafter.
 """
@@ -11,10 +10,10 @@ Knows nothing of files and options, nor of who chooses a drafter.
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,13 +45,15 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Interface of a drafter. ``propose`` may draw only through ``randomness``."""
+    """Interface of a drafter."""
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft: ...
+    ) -> Draft:
+        """Return up to ``limit`` tokens to follow the text, drawn only through ``randomness``."""
 
-    def rollback(self, length: int) -> None: ...
+    def rollback(self, length: int) -> None:
+        """Forget the positions from ``length`` on; 0: another text begins."""
 
 
 @dataclass
@@ -111,8 +112,8 @@ def fault_of(draft: Draft, limit: int, target: Model) -> str | None:
     tokens = draft.tokens
     probs = draft.probs
     device = target.device
-    found = tokens.dim(), tokens.dtype, tokens.device
-    if found != (1, torch.int64, device) or len(tokens) > limit:
+    kind = tokens.dim(), tokens.dtype, tokens.device
+    if kind != (1, torch.int64, device) or len(tokens) > limit:
         return (
             f"`tokens` must be [k] int64 on {device} with k at most {limit}, found"
             f" {list(tokens.shape)} {tokens.dtype} on {tokens.device}"
@@ -128,8 +129,7 @@ def fault_of(draft: Draft, limit: int, target: Model) -> str | None:
     ids = tokens.tolist()
     if not all(0 <= token < target.vocab_size for token in ids):
         return f"`tokens` must be from 0 and below {target.vocab_size}, found {ids}"
-    # by NumPy, on one thread
-    sums = probs.to(torch.promote_types(probs.dtype, torch.float32)).numpy().sum(-1).tolist()
+    sums = probs.double().sum(-1).tolist()
     # 0: of a model with non-finite logits
     if not all(total == 0 or abs(total - 1) < 0.01 for total in sums):
         return f"each row of `probs` must sum to 1, found {sums}"
@@ -198,8 +198,6 @@ class ModelDrafter:
         context = text.tensor()
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
         ends_at_eos = ends_at_end_of_text(text, policy)
-        # only penalties and constraints read the drafted tokens before the draft ends
-        extends = params.penalises or bool(text.rules.constraints)
         steps: list[Draft] = []  # drafts of one token each
         while len(steps) < limit:
             step = self._draw(text, context, unread, len(steps), params, randomness)
@@ -211,8 +209,7 @@ class ModelDrafter:
                 break
             if ends_at_eos and int(step.tokens) in text.rules.eos_ids:
                 break
-            if extends:
-                context = torch.cat((context, step.tokens))
+            context = torch.cat((context, step.tokens))
         return in_a_row([empty_draft(text.vocab_size, text.device), *steps])
 
     def _draw(
@@ -257,7 +254,12 @@ class ModelDrafter:
 
 
 class ModelFreeDrafter:
-    """Drafter of tokens that are known without running a model. ``find`` gives them."""
+    """Drafter of tokens that are known without running a model. ``find`` gives them.
+
+    ``PRIOR_RATES``: by the quality of a guess, its acceptance rate before any was judged.
+    """
+
+    PRIOR_RATES: ClassVar[Mapping[int, float]] = {}
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Return the number that says how good the guess is, for which policies estimate an
@@ -288,6 +290,7 @@ class PromptLookup(ModelFreeDrafter):
     """
 
     LONGEST = 16  # tokens of an n-gram
+    PRIOR_RATES: ClassVar[Mapping[int, float]] = {1: 0.3, 2: 0.5, 8: 0.8, 16: 0.9}
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Return the length of the n-gram at the end of the text that occurred before, of long ones

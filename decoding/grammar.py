@@ -10,8 +10,6 @@ has seen no other. There the mask has one token, which ``ForcedTokens`` drafts w
 other file of this folder knows of grammars.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -139,7 +137,7 @@ class Grammar:
         except ValueError as error:  # a lone surrogate, or a number that no double holds
             raise InputError(f"the {self.title} is not supported: {error}") from None
 
-    def __call__(self, prompt_length: int) -> GrammarConstraint:
+    def __call__(self, prompt_length: int) -> "GrammarConstraint":
         return GrammarConstraint(self, prompt_length)
 
 
@@ -193,19 +191,18 @@ class GrammarConstraint:
         fails.
         """
         began = time.thread_time()
-        trouble = None
         for _ in range(2):
             self._move_to(written)
             bits = self.matcher.compute_bitmask()
-            if not self.matcher.is_error():
-                trouble = None
+            trouble = reason(self.matcher) if self.matcher.is_error() else None
+            if trouble is None:
                 break
             # A matcher never leaves an error. Other branches may have used up a limit: once more.
-            trouble = f"the {self.grammar.title}: {reason(self.matcher)}"
             self.matcher = self.grammar.pristine.deep_copy()
             self.consumed = ()
         else:
             bits = bytes(len(bits))
+            trouble = f"the {self.grammar.title}: {trouble}"
         self.seconds += time.thread_time() - began
         if self.seconds > self.grammar.seconds:
             raise InputError(

@@ -11,9 +11,7 @@ from model.plan import LayerPlan
 class Model(Protocol):
     """Interface of ``model.Decoder`` and of the proof's ``TableModel``.
 
-    A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from
-    ``start`` on, and writes their entries into the cache; ``prefill`` only writes the entries. For
-    the rest of a prepared model see ``model.steps.Steps``.
+    For the rest of a prepared model see ``model.steps.Steps``.
     """
 
     vocab_size: int
@@ -22,6 +20,10 @@ class Model(Protocol):
 
     def __call__(
         self, tokens: Tensor, cache: Any, start: int, plan: LayerPlan | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return the logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from
+        ``start`` on, and write their entries into the cache.
+        """
 
-    def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None: ...
+    def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None:
+        """Write the entries only."""

@@ -23,25 +23,18 @@ SHARED = 8
 
 
 def race_at(probs: Tensor, keys: Tensor) -> Tensor:
-    """Return the ``race`` of each row with the exponentials of its key: ``[rows, vocab]`` and
-    ``[rows]`` int64 -> ``[rows]`` int64.
+    """Return the token of the least E/p of each row, with the exponentials E = -log u of its key:
+    ``[rows, vocab]`` and ``[rows]`` int64 -> ``[rows]`` int64.
     """
     ids = torch.arange(probs.shape[-1], device=probs.device)
     # This is ids * GOLDEN + keys, which torch's compiler would begin in 32 bits.
     counters = (ids + keys[:, None] * signed(INVERSE)) * signed(GOLDEN)
-    return race(probs, complements(hashed(counters)))
-
-
-def race(probs: Tensor, gaps: Tensor) -> Tensor:
-    """Return the token of the least E/p of each row, with E = -log u: ``[rows, vocab]`` p and 1 - u
-    -> ``[rows]`` int64; 1 - u is int64 in units of 2⁻⁵³.
-    """
-    exponentials = -torch.log1p(gaps.double().mul_(-(2.0**-53)))
+    exponentials = -torch.log1p(complements(hashed(counters)).double().mul_(-(2.0**-53)))
     return first_least(torch.where(probs > 0, exponentials / probs.double(), math.inf))
 
 
 def race_among_few(probs: np.ndarray, key: int) -> int:
-    """Return the ``race`` of one row ``[vocab]`` on a CPU, with logarithms of a few ids only.
+    """Return ``race_at`` of one row ``[vocab]`` on a CPU, with logarithms of a few ids only.
 
     After a filter these are the possible tokens. Of many possible tokens they are the likely ones,
     of p at least 1 / FEW, and those of a small 1 - u. E is at least 1 - u, so another token can win

@@ -5,8 +5,6 @@ position: then the seed determines the text under any draft. In a proof
 ``decoding.proof.enumeration`` takes every outcome in turn.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,7 +22,7 @@ class Place(NamedTuple):
     position: int
     retractions: int = 0
 
-    def after(self, tokens: int) -> Place:
+    def after(self, tokens: int) -> "Place":
         """Return the place ``tokens`` positions later."""
         return self._replace(position=self.position + tokens)
 
@@ -61,17 +59,14 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     meaningless, and the caller must discard it.
     """
     cumulative = running_sums(probs.double())
-    total = cumulative[:, -1:]
-    # u · total can round up to total, which is beyond every token. So it is at most the number just
-    # below total.
-    point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    point = uniform[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, point, right=True).clamp(max=probs.shape[-1] - 1)
     possible = probs.gather(-1, found) > 0
     if probs.device.type == "cpu" and possible.all():  # on a GPU this condition would synchronise
         return found[:, 0]
-    # A parallel sum, as on a GPU, need not be monotone: its last digit may rise at a token of
-    # probability 0, and u may fall into that gap. For such a u, at most one in 10¹³, the likeliest
-    # token is taken.
+    # u times the sum can round up to the sum, which is beyond every token. And a parallel sum, as
+    # on a GPU, need not be monotone: its last digit may rise at a token of probability 0, and u may
+    # fall into that gap. For such a u, at most one in 10¹³, the likeliest token is taken.
     return torch.where(possible[:, 0], found[:, 0], first_least(-probs))
 
 

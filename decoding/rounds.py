@@ -96,24 +96,18 @@ class Statistics:
         return self.tokens / self.rounds if self.rounds else 0.0
 
 
-def expected_tokens(rate: float, length: int) -> float:
-    """Return the expected tokens of a round that drafts ``length`` tokens, each accepted with
-    probability α, the ``rate``, if those before it were: (1 - α^(γ+1)) / (1 - α) (arXiv 2211.17192,
-    equation 1).
-
-    For α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36.
-    """
-    return sum(rate**accepted for accepted in range(length + 1))
-
-
 def expected_speedup(rate: float, length: int, cost: float, verification: float) -> float:
-    """Return the expected speed-up over plain decoding of such rounds (ibid., theorem 3.8): their
-    tokens over their cost γ·c + v, with draft steps of ``cost`` c and a ``verification`` of cost v,
-    both in plain rounds.
+    """Return the expected speed-up over plain decoding of rounds that draft ``length`` tokens, each
+    accepted with probability α, the ``rate``, if those before it were (arXiv 2211.17192).
 
-    For c = 0.2 and v = 1.2 the example has 3.36 / 2 = 1.68.
+    A round writes (1 - α^(γ+1)) / (1 - α) expected tokens (equation 1). Its cost is γ·c + v, with
+    draft steps of ``cost`` c and a ``verification`` of cost v, both in plain rounds (theorem 3.8).
+
+    For α = 0.8 and γ = 4 the tokens are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36. For c = 0.2 and
+    v = 1.2 the speed-up is 3.36 / 2 = 1.68.
     """
-    return expected_tokens(rate, length) / (length * cost + verification)
+    tokens = sum(rate**accepted for accepted in range(length + 1))
+    return tokens / (length * cost + verification)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -6,8 +6,8 @@ all others wait. Chunks occupy all of them.
 Knows nothing of sampling and texts.
 """
 
+import logging
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +29,7 @@ def compute(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor
     """Return ``function(rows, *more)``, which gives a row for each row; on a GPU by compiled code.
 
     The same code computes any number of rows, so the bits of a row do not depend on the others. If
-    compiling fails, a line on stderr says why, and the function itself runs.
+    compiling fails, a warning is logged that says why, and the function itself runs.
     """
     if rows.device.type == "cpu" or function in NOT_COMPILED:
         return function(rows, *more)
@@ -37,7 +37,9 @@ def compute(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor
         return by_compiled_code(compiled(function), rows, *more)
     except Exception as error:  # of compilers and drivers
         NOT_COMPILED.add(function)
-        print(f"[{function.__name__} runs uncompiled: {typed_line(error)}]", file=sys.stderr)
+        logging.getLogger(__name__).warning(
+            "[%s runs uncompiled: %s]", function.__name__, typed_line(error)
+        )
         return function(rows, *more)
 
 
@@ -45,18 +47,17 @@ def by_compiled_code(code: Callable[..., Tensor], rows: Tensor, *more: Any) -> T
     """Return the results of code that takes two rows or more, and numbers as tensors: other
     numbers must not compile it again.
     """
-    given: list[Any] = []
-    for each in (rows, *more):
-        if isinstance(each, float):
-            given.append(torch.tensor(each, dtype=torch.float64))
-        elif isinstance(each, Tensor):
-            # a single row would have code of its own
-            each = torch.cat((each, each)) if len(each) == 1 else each
-            torch._dynamo.mark_dynamic(each, 0)
-            given.append(each)
-        else:
-            given.append(each)
-    return code(*given)[: len(rows)]
+
+    def prepared(argument: Any) -> Any:
+        if isinstance(argument, float):
+            return torch.tensor(argument, dtype=torch.float64)
+        if isinstance(argument, Tensor):
+            if len(argument) == 1:  # a single row would have code of its own
+                argument = torch.cat((argument, argument))
+            torch._dynamo.mark_dynamic(argument, 0)
+        return argument
+
+    return code(*map(prepared, (rows, *more)))[: len(rows)]
 
 
 def first_least(numbers: Tensor) -> Tensor:

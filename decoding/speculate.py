@@ -4,7 +4,7 @@ Knows nothing of files, options, tokenizers and clocks.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Text
+from decoding.text import DeadEnd, Text
 from decoding.verify import Verify, verify_by_ratio
 from model.errors import NON_FINITE, InputError
 
@@ -64,36 +64,16 @@ def speculate(
         # 3. Accept a prefix of the draft. 4. Draw the residual or bonus token after it.
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
         verdict = read_verdict(text, draft, accepted, token, logits, probs, policy)
-        emitted, retracted = text.extend(verdict.kept)
+        drafted, count, kept, confidence = verdict  # on the host
+        emitted, retracted = text.extend(kept)
         # 5. Roll back to the text.
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
-        round = Round(
-            position,
-            verdict.drafted,
-            verdict.accepted,
-            emitted,
-            retracted,
-            text.finish,
-            verdict.confidence,
-        )
+        round = Round(position, drafted, count, emitted, retracted, text.finish, confidence)
         policy.observe(round)
         if observer:
-            observer(draft, logits, probs, verdict.accepted, token)
+            observer(draft, logits, probs, count, token)
         yield round
-
-
-class Verdict(NamedTuple):
-    """Result of a verification, copied to the host.
-
-    ``kept`` are the accepted tokens and the one after them, if any can follow. ``confidence``: the
-    raw softmax probability of that one; None unless the policy reads it.
-    """
-
-    drafted: list[int]
-    accepted: int
-    kept: list[int]
-    confidence: float | None
 
 
 def read_verdict(
@@ -104,8 +84,12 @@ def read_verdict(
     logits: Tensor,
     probs: Tensor,
     policy: Policy,
-) -> Verdict:
+) -> tuple[list[int], int, list[int], float | None]:
     """Return the result of a verification, copied from the device in one synchronisation.
+
+    These are the drafted tokens, the number of accepted ones, the tokens to keep (the accepted ones
+    and the one after them, if any can follow), and the target's confidence in that one: its raw
+    softmax probability, None unless the policy reads it.
 
     No token can follow a row of zeros: the constraints allow none there, or the largest logit is
     NaN or infinite. The accepted tokens before it are kept; where there are none, this raises the
@@ -125,5 +109,10 @@ def read_verdict(
     if probability or probs[count].any():
         kept.append(number)
     elif not kept:
-        raise text.dead_end() if logits[0].amax().isfinite() else InputError(NON_FINITE)
-    return Verdict(drafted, count, kept, confidence[0] if confidence else None)
+        if not logits[0].amax().isfinite():
+            raise InputError(NON_FINITE)
+        raise DeadEnd(
+            f"the constraints allow no token at position {len(text)} of the text: loosen the"
+            " constraints or the banned words"
+        )
+    return drafted, count, kept, confidence[0] if confidence else None

@@ -9,8 +9,6 @@ draws again. Draft and target apply a forbidden token as a mask, like any constr
 is rolled back as after a rejection.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -130,12 +128,13 @@ class Text:
         self.retractions = 0
         self.finish: str | None = None
         self.cut: int | None = None  # the offset in ``data`` where a finished text ends
-        self.buffer = torch.empty(0, dtype=torch.int64, device=self.device)  # of tokens
-        self.copied = 0  # the number of tokens that the buffer holds
         for token in prompt:
             self._append(token)
         self.prompt_length = len(self.tokens)
         self.prompt_bytes = len(self.data)
+        most = max(self.prompt_length, self.longest)
+        self.buffer = torch.empty(most, dtype=torch.int64, device=self.device)  # of tokens
+        self.copied = 0  # the number of tokens that the buffer holds
 
     def __len__(self) -> int:
         """Return the number of tokens, prompt included."""
@@ -188,10 +187,6 @@ class Text:
 
         Only the tokens that are new since the last call are copied.
         """
-        if len(self) > len(self.buffer):
-            length = max(len(self), self.longest)
-            self.buffer = torch.empty(length, dtype=torch.int64, device=self.device)
-            self.copied = 0
         if self.copied < len(self):
             new = torch.tensor(self.tokens[self.copied :], dtype=torch.int64)
             self.buffer[self.copied : len(self)].copy_(new, non_blocking=True)
@@ -203,16 +198,13 @@ class Text:
         ``first`` to all ``[k]``.
 
         bool ``[k + 1 - first, vocab]`` on the draft's device. Where all tokens are allowed it is
-        None, and without constraints that is known without reading the draft.
+        None. That is known without reading the draft where there are neither constraints nor tokens
+        that a banned word forbids at the text's end.
         """
-        if self.rules.constraints:
-            ids = drafted.tolist()
-            rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
-        elif len(self) in self.forbidden and not first:
-            # Tokens are forbidden at this position only, so only the first row has a mask.
-            rows = [self.allowed_after([]), *[None] * len(drafted)]
-        else:
+        if not self.rules.constraints and len(self) not in self.forbidden:
             return None
+        ids = drafted.tolist()
+        rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
         if all(row is None for row in rows):
             return None
         everything = torch.ones(self.vocab_size, dtype=torch.bool)
@@ -256,13 +248,6 @@ class Text:
             if self.finish:
                 break
         return emitted, retracted
-
-    def dead_end(self) -> DeadEnd:
-        """Return the error of this text, where its constraints allow no token after it."""
-        return DeadEnd(
-            f"the constraints allow no token at position {len(self)} of the text: loosen the"
-            " constraints or the banned words"
-        )
 
     def _append(self, token: int) -> None:
         self.tokens.append(token)

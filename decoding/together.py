@@ -9,8 +9,6 @@ depend on each other, and prompts are read in the same chunks as alone.
 Knows nothing of files, options and clocks. No other file of this folder knows of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,7 +46,7 @@ class Together:
     with the ``target``, where the model is one that drafts for it.
     """
 
-    def __init__(self, model: Decoder, target: Together | None = None) -> None:
+    def __init__(self, model: Decoder, target: "Together | None" = None) -> None:
         self.model = model
         self.vocab_size = model.vocab_size
         self.max_positions = model.max_positions

@@ -5,8 +5,6 @@ Knows nothing of models and texts: a rule depends on distributions, drafted toke
 randomness that it is given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,8 +81,7 @@ def verify_by_block(
     and the LARGEST i with u[i] < h[i] is accepted, not those before the first failure. The next
     token is drawn from norm(max(0, reach[i] · p − q)), after the whole draft from p.
     """
-    count = len(drafted)
-    if not count:  # plain decoding
+    if not len(drafted):  # plain decoding
         none = torch.zeros((), dtype=torch.int64, device=drafted.device)
         return none, randomness.draw(target_probs[0], place)
     p, q, ratios = in_ratio(target_probs, draft_probs, drafted)
@@ -100,12 +97,12 @@ def verify_by_block(
     shares = torch.where(left + 1 - inner > 0, left / (left + 1 - inner), 1.0)
     shares = torch.where(p[1:-1].any(-1), shares, inner)
     passed = randomness.accept(torch.cat((shares, reach[-1:])))
-    numbers = torch.arange(1, count + 1, device=drafted.device)
+    numbers = torch.arange(1, len(drafted) + 1, device=drafted.device)
     accepted = torch.where(passed, numbers, 0).amax()
-    after = p.index_select(0, accepted[None])[0]
     residual = torch.cat((residuals, p[-1:])).index_select(0, accepted[None])[0]
     # an all-zero residual is one up to rounding, as in the ratio rule
-    return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, after), place)
+    weights = torch.where(residual.sum() > 0, residual, p.index_select(0, accepted[None])[0])
+    return accepted, randomness.draw(weights, place)
 
 
 def in_ratio(

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from decoding.proof.enumeration import bar_of
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
+from decoding.proof.progress import bar_of
 from model.errors import InputError, explaining
 
 ANY_ERROR = (Exception, SystemExit)  # of the user's code
@@ -34,8 +34,7 @@ def function_of(name: str) -> Callable[[], Any]:
 def shown_law(name: str, paths: int) -> Law:
     """Return the law of a function, with a bar of the probability of the paths so far."""
     function = function_of(name)
-    title = f"every outcome of {name.rpartition(':')[2]}"
-    with bar_of(title) as progress, explaining(f"{name} failed", ANY_ERROR):
+    with bar_of(f"every outcome of {name}") as progress, explaining(f"{name} failed", ANY_ERROR):
         return law_of(function, paths, progress)
 
 

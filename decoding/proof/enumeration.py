@@ -7,16 +7,12 @@ the law of the output, up to float64 rounding. Knows nothing of models and texts
 """
 
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from decoding.randomness import Place, Randomness
@@ -111,23 +107,26 @@ def output_law(
     ``run`` must begin from the same state at each call, and draw only through the randomness that
     it receives. ``progress`` is called with the probability of each path of draws; they sum to 1.
     """
-    law: defaultdict[Hashable, float] = defaultdict(float)
-    walk = enumerator()
+    return summed(outcomes(run, enumerator(), progress))
+
+
+def outcomes(
+    run: Callable[[Any], Hashable], walk: Enumerator, progress: Callable[[float], object]
+) -> Iterator[tuple[Hashable, float]]:
+    """Return the result of ``run`` on each path of the walk, with the path's probability."""
     while True:
-        result = run(walk)
-        law[result] += walk.weight
+        yield run(walk), walk.weight
         progress(walk.weight)
         if not walk.next_path():
-            return dict(law)
+            return
 
 
-@contextmanager
-def bar_of(title: str) -> Iterator[Callable[[float], None]]:
-    """Return a bar on a terminal, which is called with the probability of each path of draws."""
-    hidden = not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda weight: bar.advance(task, weight)
+def summed(found: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
+    """Return the law of results, each of which may occur several times."""
+    law: defaultdict[Hashable, float] = defaultdict(float)
+    for result, weight in found:
+        law[result] += weight
+    return dict(law)
 
 
 def total_variation(law: dict[Hashable, float], other: dict[Hashable, float]) -> float:

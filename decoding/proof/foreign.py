@@ -8,16 +8,15 @@ cannot be enumerated is refused by name: another use of such a number, another r
 races that share noise.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
@@ -27,10 +26,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from decoding.proof.enumeration import total_variation
+from decoding.proof.enumeration import outcomes, summed, total_variation
 from decoding.proof.noise import Noise, Refused, Walk, as_noise, follow
 from decoding.randomness import Place
-from decoding.rounds import common_prefix
 
 PATHS = 100_000  # enumerated before the law is sampled instead
 CONFIDENCE = 0.99  # of the error of a sampled law
@@ -51,7 +49,7 @@ class SampledWalk(Walk):
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
         weights = [weight for weight, _ in outcomes]
-        return outcomes[self.source.choices(range(len(outcomes)), weights)[0]][1]
+        return self.source.choices(outcomes, weights)[0][1]
 
 
 class FollowedTorch(TorchFunctionMode):
@@ -89,7 +87,7 @@ class FollowedTorch(TorchFunctionMode):
 def multinomial(
     walk: Walk,
     function: Callable[..., Tensor],
-    input: Tensor,  # torch's name of it
+    input: Tensor,  # named as torch does
     num_samples: int,
     replacement: bool = False,
     **unused: Any,
@@ -97,28 +95,27 @@ def multinomial(
     """Replace ``torch.multinomial``: a fork per row and sample, over the tokens of positive
     probability.
     """
-    probs = input
-    if not (probs.sum(-1) > 0).all():
-        return function(probs, num_samples, replacement)  # raises torch's error
+    if not (input.sum(-1) > 0).all():
+        return function(input, num_samples, replacement)  # raises torch's error
     drawn = []
-    for row in probs.reshape(-1, probs.shape[-1]):
+    for row in input.reshape(-1, input.shape[-1]):
         left = row.clone()
         for _ in range(num_samples):
             token = walk.draw(left, Place(0))
             drawn.append(token)
             if not replacement:
                 left[token] = 0
-    return torch.stack(drawn).view(*probs.shape[:-1], num_samples)
+    return torch.stack(drawn).view(*input.shape[:-1], num_samples)
 
 
 def bernoulli(
-    walk: Walk, function: Callable[..., Tensor], data: Tensor, p: Any = None, **unused: Any
+    walk: Walk, function: Callable[..., Tensor], input: Tensor, p: Any = None, **unused: Any
 ) -> Tensor:
     """Replace ``torch.bernoulli`` and its forms as methods: a fork per element."""
-    probs = data if p is None else torch.as_tensor(p, dtype=torch.float64).expand(data.shape)
+    probs = input if p is None else torch.as_tensor(p, dtype=torch.float64).expand(input.shape)
     tossed = [walk.accept(each[None]).item() for each in probs.reshape(-1)]
-    result = torch.tensor(tossed, dtype=data.dtype).view(data.shape)
-    return data.copy_(result) if function.__name__.endswith("_") else result
+    result = torch.tensor(tossed, dtype=input.dtype).view(input.shape)
+    return input.copy_(result) if function.__name__.endswith("_") else result
 
 
 def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
@@ -129,11 +126,9 @@ def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: A
     return walk.fresh("u", function, *given, **named)
 
 
-def exponential(
-    walk: Walk, function: Callable[..., Tensor], data: Tensor, *rate: float, **named: Any
-) -> Noise:
+def exponential(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
     """Replace ``exponential_`` of any rate: it does not change which token wins."""
-    return walk.fresh("E", function, data, *rate, **named)
+    return walk.fresh("E", function, *given, **named)
 
 
 DRAWS: dict[str, Callable[..., Any]] = {
@@ -239,13 +234,9 @@ def law_of(
     Above this number of paths as many runs are sampled instead. Raises Refused for code that cannot
     be enumerated.
     """
-    walk = Walk()
-    probs: defaultdict[Hashable, float] = defaultdict(float)
-    for count in range(1, paths + 1):
-        probs[result_of(run, walk)] += walk.weight
-        progress(walk.weight)
-        if not walk.next_path():
-            return Law(dict(probs), count)
+    found = [*islice(outcomes(partial(result_of, run), Walk(), progress), paths + 1)]
+    if len(found) <= paths:
+        return Law(summed(found), len(found))
     source = random.Random(0)
     counts = Counter(result_of(run, SampledWalk(source)) for _ in range(paths))
     return Law({result: count / paths for result, count in counts.items()}, paths, is_sampled=True)
@@ -325,22 +316,3 @@ def assert_lossless(
     assert found.is_within(bound), (
         f"the laws have a total variation of {found.distance:.3g}: {differing}"
     )
-
-
-def first_difference(
-    plain: Sequence[int], speculative: Sequence[int], logits: Callable[[list[int]], Tensor]
-) -> str | None:
-    """Return a line on the first token in which two greedy texts differ, with the gap between the
-    logits of both; None where they are equal.
-
-    ``logits`` gives those after some tokens of the text, ``[vocab]``. A gap of rounding's size
-    tells of kernels that round differently, a larger one of a wrong rule.
-    """
-    if list(plain) == list(speculative):
-        return None
-    at = common_prefix(plain, speculative)
-    if at == min(len(plain), len(speculative)):
-        return f"one text ends after {at} tokens, the other goes on"
-    scores = logits(list(plain[:at])).double()
-    gap = (scores[plain[at]] - scores[speculative[at]]).item()
-    return f"token {at} is {plain[at]}, not {speculative[at]}: their logits differ by {gap:.3g}"

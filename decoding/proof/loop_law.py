@@ -17,14 +17,9 @@ from decoding import speculate as loop
 from decoding import verify as rules
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
-from decoding.proof.enumeration import (
-    Enumerator,
-    RaceEnumerator,
-    bar_of,
-    output_law,
-    total_variation,
-)
+from decoding.proof.enumeration import Enumerator, RaceEnumerator, output_law, total_variation
 from decoding.proof.plain_law import DEAD_END, Outcome, Request, plain_law
+from decoding.proof.progress import bar_of
 from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.rounds import Round

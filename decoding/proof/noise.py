@@ -9,8 +9,6 @@ and copies, so that code which uses one number twice has the law that follows fr
 are of real numbers, so a u that is exactly 0 is not seen. Knows nothing of the code that is judged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -22,7 +20,6 @@ from decoding.proof.enumeration import Enumerator
 from decoding.randomness import Place
 from model.errors import InputError
 
-CLOSE = 1e-12  # relative difference of two numbers that rounding makes
 WHOLE = (0.0, 1.0)  # part of a uniform number that has decided nothing
 RACED = (0.0, 0.0)  # part of a number that has decided a race
 UNSCALED = torch.ones((), dtype=torch.float64)  # factor of numbers that were not multiplied
@@ -132,9 +129,6 @@ def follow(
         # torch.searchsorted(p.cumsum(-1), u)
         case ["searchsorted", None, "u"]:
             return found_places(walk, other, noise)
-        # torch.minimum(u, largest), the largest number below 1: of real numbers, u itself
-        case ["minimum", "u", None] if (other >= noise.factor * (1 - CLOSE)).all():
-            return noise
         # u * q, which p is compared with
         case ["mul" | "rmul" | "multiply", "u", None] | ["mul" | "multiply", None, "u"]:
             factor = noise.factor * torch.as_tensor(other, dtype=torch.float64)

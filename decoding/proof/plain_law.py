@@ -41,6 +41,7 @@ class Request(Rules):
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
     """Return the probability of every outcome of plain sampling under the request's rules."""
     law: defaultdict[Outcome, float] = defaultdict(float)
+    prompt_bytes = len(b"".join(TEXTS[token] for token in request.prompt))
 
     def expand(
         tokens: tuple[int, ...], forbidden: dict[int, frozenset[int]], weight: float
@@ -72,10 +73,10 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
                 kept[back] = kept.get(back, frozenset()) | {longer[back]}
                 expand(longer[:back], kept, weight * probability)
                 continue
-            floor = len(b"".join(TEXTS[t] for t in request.prompt))
+            stop = _completed(request.prompt + longer, request.stop_strings, floor=prompt_bytes)
             if token in request.eos_ids:
                 law[longer, "eos"] += weight * probability
-            elif _completed(request.prompt + longer, request.stop_strings, floor) is not None:
+            elif stop is not None:
                 law[longer, "stop"] += weight * probability
             elif len(longer) == request.max_new_tokens:
                 law[longer, "length"] += weight * probability

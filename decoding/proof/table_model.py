@@ -57,14 +57,10 @@ class TableModel(Steps):
             if plan is None or plan.attention[number]:
                 history, _ = layer.write(start, entries, entries)
         ids = history.flatten().tolist()
-        if plan is None:
-            assert all(entry == int(entry) for entry in ids), (
-                "the target read an entry that a draft wrote"
-            )
-        else:
-            assert all(entry == int(entry) for entry in ids[: cache.lengths[1]]), (
-                "the draft lost the target's entries"
-            )
+        of_target = ids if plan is None else ids[: cache.lengths[1]]
+        assert all(entry == int(entry) for entry in of_target), (
+            "an entry of the draft's stands where one of the target's must"
+        )
         rows = [
             self.row([int(entry) for entry in ids[: start + 1 + t]], plan)
             for t in range(tokens.shape[1])

@@ -177,19 +177,6 @@ def of_language(name: str) -> Callable[[Sequence[int]], Tensor]:
     return allowed
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_a_mask_does_not_depend_on_the_texts_asked_for_before(name: str) -> None:
-    """A walk that goes forward and back at random, beside a new constraint for each text."""
-    random, constraint, text = Random(name), grammar(name)(1), [0]
-    for _ in range(60):
-        if random.random() < 0.4:
-            text = text[: random.randint(1, len(text))]
-        found = constraint(text)
-        assert found.tolist() == grammar(name)(1)(text).tolist() == of_language(name)(text).tolist()
-        following = [token for token in found.nonzero()[:, 0].tolist() if token != EOS]
-        text = [*text, random.choice(following)] if following and len(text) < 6 else [0]
-
-
 def test_the_masks_are_freed_with_their_text() -> None:
     """At once: a server has many texts, and a mask as many bytes as the vocabulary has tokens."""
     constraint = grammar("no end")(0)

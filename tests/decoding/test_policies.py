@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decoding.auto import LONGEST, Auto, Costs, Estimates, measured_costs, tenth
+from decoding.auto import LONGEST, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Draft, PromptLookup, draft_of
 from decoding.policies import AdaptiveExit, ConfidenceGate
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Text
+from model.decoder import Decoder
 from model.plan import LayerPlan
+from tests.calls import recorded
 from tests.laws import prefilled, text_of, tiny_model
 
 
@@ -87,10 +90,13 @@ def round_of(policy: Auto, accepts: int, tokens: Sequence[int] = (1, 2, 3)) -> i
     return length
 
 
+confidences = st.floats(0, 1) | st.just(math.nan)  # of a draft's non-finite logits
+
+
 @given(
     step=st.floats(0.02, 2),
     row=st.floats(0.01, 0.5),
-    rounds=st.lists(st.tuples(st.integers(0, 8), st.floats(0, 1)), max_size=300),
+    rounds=st.lists(st.tuples(st.integers(0, 8), confidences), max_size=300),
 )
 @example(step=0.45, row=0.03, rounds=[(0, 0.75)] * 64)
 @settings(derandomize=True, deadline=None)
@@ -119,8 +125,8 @@ def test_auto_takes_the_best_length_where_confidence_says_nothing(rate: float, c
         for length in range(LONGEST + 1)
     ]
     for by_confidence in (True, False):
-        policy = auto(cost, 0.0, priors={"model": rate}, by_confidence=by_confidence)
-        policy.rates("model").PRIOR_WEIGHT = 1e9
+        policy = auto(cost, 0.0, by_confidence=by_confidence)
+        policy.rates("model", rate).PRIOR_WEIGHT = 1e9
         assert round_of(policy, 0) == speedups.index(max(speedups))
 
 
@@ -174,7 +180,8 @@ def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> N
 
 def test_auto_learns_of_a_lookup_that_was_not_taken() -> None:
     """Its tokens are compared with the text afterwards."""
-    policy = auto(5.0, 0.2, priors={"lookup 1": 0.1})
+    policy = auto(5.0, 0.2)
+    policy.rates("lookup 1", 0.1)
     for _ in range(30):
         policy.estimates.credit = 0.0
         policy.propose(text_of([4, 0, 0, 0, 4]), 3, SamplingParams(), policy, None)
@@ -206,16 +213,15 @@ def test_a_round_that_another_drafter_drafted_teaches_nothing_and_counts_its_row
     assert policy.estimates.credit == pytest.approx(1 + 5 * 1.02 - 1.4)
 
 
-def test_confidences_that_are_no_numbers_count_as_none() -> None:
-    assert [*map(tenth, (math.nan, 0.0, 0.35, 1.0))] == [0, 0, 3, 9]
-
-
 @torch.inference_mode()
-def test_measuring_costs_leaves_the_cache_as_it_was() -> None:
+def test_measuring_costs_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each draft step follows one of the target, as in a round."""
     model = tiny_model("llama")
+    asked = recorded(monkeypatch, Decoder, "forward", lambda *given: given[4])
     cache = prefilled(model, [1, 2, 3], 64)
     keys = [layer[:, :, :2].clone() for layer in cache.keys]
-    plan = LayerPlan.early_exit(3, 1)
-    costs = measured_costs(model, cache, {"exit": plan})
-    assert cache.lengths == [2, 2, 2] and costs.row >= 0 and costs.steps["exit"] > 0
+    plans = {f"exit {layer}": LayerPlan.early_exit(3, layer) for layer in (1, 2)}
+    costs = measured_costs(model, cache, plans)
+    assert cache.lengths == [2, 2, 2] and costs.row >= 0 and min(costs.steps.values()) > 0
+    assert not any(before and plan for before, plan in pairwise(asked))
     assert all(torch.equal(a, b[:, :, :2]) for a, b in zip(keys, cache.keys, strict=True))

@@ -20,7 +20,7 @@ from decoding.proof.enumeration import RaceEnumerator, output_law
 from decoding.proof.loop_law import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
-from decoding.race import FEW, GOLDEN, all_exponentials, hashed, mix, race, signed
+from decoding.race import FEW, GOLDEN, all_exponentials, hashed, mix, race_at, signed
 from decoding.randomness import KeyedRandomness, Place, Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
@@ -139,7 +139,7 @@ def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     for possible in ([0.0, 0.5, 0.5], [0.0, *torch.full((FEW + 9,), 1 / FEW / 2), 0.0, 0.5]):
         probs = torch.tensor(possible)
         assert KeyedRandomness(0).draw(probs, Place(0)).item() == 1
-        assert race(probs[None], torch.zeros(1, len(probs))).item() == 1
+        assert race_at(probs[None], torch.tensor([0])).item() == 1
 
 
 def test_where_no_token_is_possible_none_is_accepted() -> None:
@@ -162,8 +162,8 @@ def test_few_exponentials_name_the_winners_of_all(kept: int, spread: float) -> N
     for row in rows:
         row[torch.randperm(vocab, generator=generator)[kept:]] = 0
     winners = randomness.draw_each(rows, Place(5, 1))
-    gaps = [complements_of(randomness, Place(5 + at, 1), vocab) for at in range(12)]
-    assert torch.equal(winners, race(rows, torch.stack(gaps)))
+    keys = torch.tensor([signed(mix(randomness.key, 5 + at, 1)) for at in range(12)])
+    assert torch.equal(winners, race_at(rows, keys))
     unlikely = (rows.gather(1, winners[:, None]) < 1 / FEW).any()
     assert spread > 1 or kept <= FEW or unlikely, "no unlikely token has won"
 

@@ -34,23 +34,6 @@ def test_u_just_below_one_accepts_only_the_certain() -> None:
     assert accepted.tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("u", [0.0, 1e-300, 0.25, 0.5, JUST_BELOW_1])
-@pytest.mark.parametrize(
-    "probs",
-    [
-        [0.0, 1.0, 0.0],
-        [0.0, 0.25, 0.75, 0.0],
-        [0.0, 0.0, 1e-12],
-        [1 / 3, 1 / 3, 1 / 3, 0.0],
-        [0.1] * 10 + [0.0],
-    ],
-    ids=str,
-)
-def test_a_draw_never_gives_a_token_of_probability_zero(u: float, probs: list[float]) -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert probs[Scripted(u).draw(torch.tensor(probs, dtype=dtype), START)] > 0
-
-
 @pytest.mark.parametrize(
     ("weights", "tokens"),
     [

@@ -66,11 +66,11 @@ def test_sampling_is_one_graph_for_any_rows_and_numbers(
 
 
 def test_a_function_that_does_not_compile_is_called_and_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rows, "NOT_COMPILED", set())
     monkeypatch.setattr(rows, "compiled", Mock(side_effect=RuntimeError("no\n Triton")))
     given = torch.empty(2, 9, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
     for _ in range(2):
         assert rows.compute(race_at, *given).shape == (2,)
-    assert capsys.readouterr().err == "[race_at runs uncompiled: RuntimeError: no Triton]\n"
+    assert caplog.messages == ["[race_at runs uncompiled: RuntimeError: no Triton]"]

@@ -22,7 +22,6 @@ PIECES = [
     "🦊".encode()[:2],
     b"\xa6\x8a",
 ]
-tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
 words = st.lists(st.sampled_from(["a", "ab", "aba", "bb", "é", "bé", "🦊"]), max_size=3)
 
 
@@ -77,47 +76,6 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
         whole = whole[: min(whole.find(word) for word in map(str.encode, stops) if word in whole)]
     if text.finish:
         assert shown == text.written == whole.decode(errors="replace")
-
-
-@given(tokens=tokens, more=st.lists(st.integers(0, 9), min_size=1, max_size=6))
-@settings(derandomize=True, max_examples=200)
-def test_a_retraction_leaves_the_text_as_if_never_written(
-    tokens: list[int], more: list[int]
-) -> None:
-    text = text_after([0, *tokens], Rules(100, banned=["ab", "ba"]))
-    before = list(text.tokens)
-    emitted, retracted = text.extend(more)
-    appended = before + emitted
-    left = appended[: len(appended) - len(retracted)]
-    new = text_after(left, Rules(100))
-    assert (text.tokens, text.data, text.begins) == (new.tokens, new.data, new.begins)
-    assert appended == [*left, *retracted]
-
-
-def test_end_of_text_comes_before_stop_string_and_budget_at_the_same_token() -> None:
-    for rules, positions, finish in (
-        (Rules(1, frozenset({0}), ["a"]), 2, "eos"),
-        (Rules(1, frozenset(), ["a"]), 2, "stop"),
-        (Rules(1), 2, "length"),
-        (Rules(2), 2, "length"),  # the context is full
-        (Rules(2), 3, None),
-    ):
-        text = text_of([1], rules, piece, positions=positions)
-        text.extend([0])
-        assert text.finish == finish
-
-
-def test_forbidden_tokens_accumulate_at_a_prefix_until_a_rollback_passes_it() -> None:
-    text = text_after([1], Rules(20, banned=["ab", "aé", "bba"]))
-    text.extend([1, 0, 1])  # b|b a b: "bba" began in the prompt
-    assert text.forbidden == {1: [1]}
-    assert text.extend([0, 5])[1] == [0, 5]  # b|a é
-    assert text.forbidden == {1: [1, 0]}
-    text.forbidden[3] = [4]
-    assert text.extend([3, 0, 1])[1] == [0, 1]  # an empty token, then a b
-    assert text.forbidden == {1: [1, 0], 2: [0]}, "position 3 was passed"
-    assert text.allowed_after([]).tolist() == [token != 0 for token in range(10)]
-    assert text.allowed_after([1]) is None
 
 
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
