@@ -19,14 +19,15 @@ from decoding.sampling import SamplingParams, distribution
 from model.decoder import Decoder
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search import __main__ as command
-from search import compare, costs
+from search import costs
 from search.acceptance import Calibration, accepted_by_race, accepted_by_ratio
-from search.compare import best_so_far
 from search.costs import CostModel, measure_costs, parts_of
 from search.plots import best_values, front, importances
 from search.study import (
     SAMPLERS,
+    WAYS,
     Prediction,
+    best_so_far,
     early_exits,
     finished,
     first_plans,
@@ -248,7 +249,7 @@ def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() 
     found = {plan: Prediction(1.3, 2, 0.9 - at / 5) for at, plan in enumerate(plans)}
     lost = [dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.9) for layers in (2, 30)]
     lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
-    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in compare.WAYS}
+    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in WAYS}
     for draw in (
         lambda: front(found, COSTS),
         lambda: front({plans[0]: found[plans[0]]}, COSTS),
@@ -301,7 +302,7 @@ def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_wi
     assert {path.stem for path in plots.iterdir()} == {"front", "importance", "samplers"}
     said = " ".join(capfd.readouterr().err.split())
     assert "with 6 trials no sampler is asked" in said
-    assert all(f"{name}: " in said for name in compare.WAYS)
+    assert all(f"{name}: " in said for name in WAYS)
     assert "importance by layer, attention " in said
     use = f"python generate.py \"Your prompt\" --model '{folder}' --draft skip --plan {out}"
     assert (use in said) == (gamma > 0)
