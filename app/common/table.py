@@ -14,10 +14,15 @@ FORMATS = {
 
 
 def table(rows: list[Row], title: str | None = None) -> Table:
-    """Return a table with a column per key of the rows, without keys whose values are lists."""
+    """Return a table with a column per key of the rows, without keys whose values are lists or
+    None throughout.
+    """
     shown = Table(title=title)
     keys = dict.fromkeys(
-        key for row in rows for key, value in row.items() if not isinstance(value, list)
+        key
+        for row in rows
+        for key, value in row.items()
+        if value is not None and not isinstance(value, list)
     )
     for key in keys:
         shown.add_column(key, justify="left" if isinstance(rows[0].get(key), str) else "right")
