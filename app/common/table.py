@@ -18,12 +18,11 @@ def table(rows: list[Row], title: str | None = None) -> Table:
     None throughout.
     """
     shown = Table(title=title)
-    keys = dict.fromkeys(
+    keys = [
         key
-        for row in rows
-        for key, value in row.items()
-        if value is not None and not isinstance(value, list)
-    )
+        for key in dict.fromkeys(key for row in rows for key in row)
+        if not all(isinstance(row.get(key), list | None) for row in rows)
+    ]
     for key in keys:
         shown.add_column(key, justify="left" if isinstance(rows[0].get(key), str) else "right")
     for row in rows:
