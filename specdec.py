@@ -17,8 +17,7 @@ def __getattr__(name: str) -> object:
     from generate import generate
     from model.errors import InputError
 
-    loaded = (InputError, Sample, Session, generate, load)
-    return next(each for each in loaded if each.__name__ == name)
+    return {each.__name__: each for each in (InputError, Sample, Session, generate, load)}[name]
 
 
 def main() -> int:

@@ -69,6 +69,20 @@ def test_costs_are_those_of_each_step_and_first_tokens_those_of_short_prompts(
     assert first == [(way, length) for length in (8, 64) for way in ("plain", "transformers")]
 
 
+def test_a_simulated_cost_is_that_of_the_rounds_and_drafts_of_the_written_texts(
+    report: dict[str, Any],
+) -> None:
+    """All texts are also written with drafts of four tokens; each round adds one to the accepted
+    ones.
+    """
+    [written] = [row for row in report["speed"] if row["decoder"] == "exit 3"]
+    tokens, rounds = sum(written["tokens"]), sum(written["rounds"])
+    drafted = (tokens - rounds) / written["accepted"]
+    simulated = [row for row in report["adaptive"] if row["decoder"] == "length 4"]
+    for row in simulated:
+        assert row["speed-up"] == pytest.approx(tokens / (rounds + row["draft step"] * drafted))
+
+
 def test_the_picture_of_a_report_is_in_order(report: dict[str, Any]) -> None:
     panels = {panel: report[name] for name, (_, panel) in sections.SECTIONS.items()}
     assert [*faults(lambda: picture(panels))] == []
