@@ -41,8 +41,7 @@ class BuildBelowPackage(build_py):
         super().run()
 
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
-        place = NAMED.get(module, module)
-        path, copied = super().build_module(place, module_file, package)
+        path, copied = super().build_module(NAMED.get(module, module), module_file, package)
         names = {each.partition(".")[0] for each in (*self.packages, *self.py_modules)}
         source = Path(module_file).read_text(encoding="utf-8")
         Path(path).write_text(installed(source, names), encoding="utf-8")

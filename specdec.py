@@ -12,10 +12,12 @@ def __getattr__(name: str) -> object:
     """Return one of ``NAMES``: torch, which takes seconds to load, is loaded only for them."""
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from app import session
+    from app.sample import Sample
+    from app.session import Session, load
     from generate import generate
+    from model.errors import InputError
 
-    return generate if name == "generate" else getattr(session, name)
+    return {each.__name__: each for each in (InputError, Sample, Session, generate, load)}[name]
 
 
 def main() -> int:

@@ -25,8 +25,9 @@ from app.common.picture import write_picture
 from app.common.table import Row, table
 from app.options import Options
 from app.session import Session
-from benchmark import picture, rounds, sections, shapes, ways
+from benchmark import sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
+from benchmark.picture import picture
 from decoding.verify import RULES
 from model.errors import InputError, explaining
 from search.texts import PROMPTS
@@ -129,34 +130,38 @@ def benchmark(options: argparse.Namespace) -> None:
         raise InputError(
             "--against measures greedy texts: leave out --temperature, --shape and --rounds"
         )
-    about = machine(pick_device(options.device))
+    device = pick_device(options.device)
+    about = machine(device)
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     report: dict[str, list[Row]] = {}
-    for section, title, rows in measured(options):
+    for section, title, rows in measured(options, device):
         report[section] = report.get(section, []) + rows
         out.print("", f"{title} ({about})", table(rows), sep="\n", markup=False)
     if options.json:
         given = {name: str(value) for name, value in vars(options).items()}
         write_json(options.json, {"about": {"machine": about, "options": given}} | report)
     if options.plot:
-        write_picture(lambda: picture.picture(report), options.plot)
+        known = sections.SECTIONS | shapes.SECTIONS
+        panels = {known[name][1]: rows for name, rows in report.items()}
+        write_picture(lambda: picture(panels), options.plot)
 
 
-def measured(options: argparse.Namespace) -> Iterator[tuple[str, str, list[Row]]]:
+def measured(
+    options: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, str, list[Row]]]:
     """Yield the name, the title and the rows of each section asked for, or of each shape."""
-    device = pick_device(options.device)
     dtype = DTYPES.get(options.dtype, torch.bfloat16)
-    for shape in options.shape:
-        yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
-    for shape in options.rounds:
-        yield "rounds", f"{shape} in {dtype}", rounds.measure_rounds(shape, dtype, device)
+    for name, named in (("shapes", options.shape), ("rounds", options.rounds)):
+        measure, _ = shapes.SECTIONS[name]
+        for shape in named:
+            yield name, f"{shape} in {dtype}", measure(shape, dtype, device)
     if options.shape or options.rounds:
         return
     bench = prepare(options)
     wanted = [*options.only, *["context"] * bool(options.context)] or sections.DEFAULT
-    for name, section in sections.SECTIONS.items():
+    for name, (measure, _) in sections.SECTIONS.items():
         if name in wanted:
-            yield name, f"{bench.session.name}: {section.__doc__.splitlines()[0]}", section(bench)
+            yield name, f"{bench.session.name}: {measure.__doc__.splitlines()[0]}", measure(bench)
 
 
 def prepare(options: argparse.Namespace) -> sections.Bench:
@@ -169,10 +174,12 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
     given = {name: getattr(options, name) for name in OF_TEXTS}
     session = Session(Options(model=str(folder), draft="none", seed=0, **given))
     session.make_copies_at_once()
-    stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
-    prompts = {**PROMPTS, "stories": stories}
+    prompts = {
+        **PROMPTS,
+        "stories": [story_request(random.Random(seed))[0] for seed in range(STORIES)],
+    }
     cases = [
-        ways.Case(kind, session.encode(text), options.max_new_tokens, number)
+        ways.Case(session.encode(text), options.max_new_tokens, number, kind)
         for kind in options.prompts
         for number, text in enumerate(prompts[kind][: 1 if options.quick else None])
     ]
@@ -180,8 +187,9 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
     libraries: dict[str, ways.Way] = {}
     for library in options.against:
         name, _, file = library.partition("=")
-        # a library may raise anything
-        with explaining(f"--against {library} needs {AGAINST}", (Exception,)):
+        if name not in ways.LIBRARIES:
+            raise InputError(f"--against {library}: give {AGAINST}")
+        with explaining(f"--against {library} cannot be loaded", (Exception,)):  # it may raise any
             libraries |= ways.LIBRARIES[name](session, file, *drafting)
     drafts = ways.find_drafts(session, *drafting)
     turns = 1 if options.quick else sections.TURNS

@@ -24,8 +24,17 @@ from app.common.device import pick_device
 from app.common.files import write_text
 from app.common.parsers import MODEL, Groups, script
 
-REPORT = {"type": Path, "default": Path("gpu-report.md"), "metavar": "FILE", "help": "the report"}
-OPTIONS: Groups = {"": {"--model": MODEL, "--out": REPORT}}
+OPTIONS: Groups = {
+    "": {
+        "--model": MODEL,
+        "--out": {
+            "type": Path,
+            "default": Path("gpu-report.md"),
+            "metavar": "FILE",
+            "help": "the report",
+        },
+    }
+}
 ENDS = {0: "worked", 124: "took too long", 127: "could not start"}  # by the exit status
 
 

@@ -8,31 +8,16 @@ from matplotlib.figure import Figure
 from app.common.picture import MUTED
 from app.common.table import Row
 
-# by section: a title, and the columns of both axes and of the names of lines; names alone have dots
-PANELS = {
-    "costs": ("Costs of steps", "plain rounds", "step", None),
-    "speed": ("Speed-up over plain decoding", "speed-up", "decoder", None),
-    "structured": ("Speed-up under JSON schemas", "speed-up", "decoder", None),
-    "context": ("Speed-up after long prompts", "context", "speed-up", "decoder"),
-    "first-token": ("Time to the first token", "tokens", "ms", "decoder"),
-    "together": ("Texts written together", "texts", "tokens/s", "decoder"),
-    "adaptive": (
-        "Simulated speed-up by the cost of a draft step",
-        "draft step",
-        "speed-up",
-        "decoder",
-    ),
-    "rounds": ("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
-    "shapes": ("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
-}
+# Title, the columns of both axes, and that of the names of lines; without lines a row is a dot,
+# whose name is on the y axis
+Panel = tuple[str, str, str, str | None]
 
 
-def picture(report: Mapping[str, list[Row]]) -> Figure:
-    """Return a picture with a panel for each section, one below the other."""
+def picture(report: Mapping[Panel, list[Row]]) -> Figure:
+    """Return a picture with each panel of some rows, one below the other."""
     figure = Figure(figsize=(9, 4.5 * len(report)))
     panels = figure.subplots(len(report), squeeze=False)[:, 0]
-    for (section, rows), axes in zip(report.items(), panels, strict=True):
-        title, x, y, name = PANELS[section]
+    for ((title, x, y, name), rows), axes in zip(report.items(), panels, strict=True):
         rows = [row for row in rows if {x, y} <= row.keys()]
         if name is None:
             for kind in (*rows[0].get("kinds", ()), x):

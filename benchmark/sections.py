@@ -1,17 +1,18 @@
 """Sections of the benchmark, each of which measures one table.
 
-The first line of a section's docstring is the title of its table. Knows nothing of command lines
-and screens.
+``SECTIONS`` has all that is known of one. The first line of its function's docstring is the title
+of its table. Knows nothing of command lines and screens.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress, cycle, islice
 from operator import truediv
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -20,8 +21,9 @@ from app.common.table import Row
 from app.drafts import strategy_of
 from app.offers import WINDOW
 from app.options import Options
+from app.plan_file import LONGEST_DRAFT
 from app.session import Session
-from benchmark.adaptive import record, simulated_speedups
+from benchmark.picture import Panel
 from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
@@ -36,6 +38,7 @@ STRUCTURED_TOKENS = 256  # of the longest text under a schema
 # drafts nothing but the tokens that a schema forces
 FORCED = {"draft": f"{Path(__file__).with_name('forced.py')}:Forced", "gamma": 15}
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
+STEP_COSTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)  # simulated, in plain rounds
 TURNS = 3  # of all but the texts of "speed", of which there are many
 
 
@@ -51,9 +54,9 @@ class Bench:
     session: Session
     cases: Sequence[Case]
     drafts: dict[str, Options]
-    libraries: dict[str, Way] = field(default_factory=dict)
-    turns: int = TURNS
-    contexts: Sequence[int] = ()
+    libraries: dict[str, Way]
+    turns: int
+    contexts: Sequence[int]
 
     def measure(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
@@ -63,19 +66,26 @@ class Bench:
         slot = self.session.new_slot(min(longest, self.session.context))
         options = {"plain": self.session.options, **drafts}
         ours = {name: partial(write, self.session, slot, each) for name, each in options.items()}
-        return compare(ours | libraries, cases, self.session.device)
+        kinds = [case.kind for case in cases]
+        return compare(ours | libraries, cases, self.session.device, kinds)
 
 
-def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device) -> list[Row]:
-    """Return a row for each way, with its speed-up over the way "plain" on the same prompts, in all
-    and by kind. "repeated" is the share of repeated four-grams in the plain texts, since repetition
-    flatters drafts. "equal" counts the texts that equal the plain ones.
+def compare(
+    ways: Mapping[str, Callable[[Any], Written]],
+    inputs: Sequence[Any],
+    device: torch.device,
+    kinds: Sequence[str] = (),
+) -> list[Row]:
+    """Return a row for each way, with its speed-up over the way "plain" on the same inputs, in all
+    and by the ``kinds`` of the inputs, where they have any. "repeated" is the share of repeated
+    four-grams in the plain texts, since repetition flatters drafts. "equal" counts the texts that
+    equal the plain ones.
     """
-    runs = take_turns(ways, cases, device)
+    runs = take_turns(ways, inputs, device)
     written = {name: [each for each, _ in own] for name, own in runs.items()}
     seconds = {name: [each.seconds or took for each, took in own] for name, own in runs.items()}
     share = repetition([text for each in written["plain"] for text in each.texts])
-    kinds = [*dict.fromkeys(case.kind for case in cases)]
+    columns = [*dict.fromkeys(filter(None, kinds))]
     rows = []
     for name, own in written.items():
         statistics = Statistics()
@@ -92,14 +102,16 @@ def compare(ways: Mapping[str, Way], cases: Sequence[Case], device: torch.device
             "accepted": statistics.acceptance_rate,
             "a round": statistics.tokens_per_round or None,
             "equal": f"{sum(equal)}/{len(equal)}",
-            "kinds": kinds,
+            "kinds": columns,
             "tokens": lengths,
             "rounds": [len(each.rounds) for each in own],
             "seconds": seconds[name],
         }
-        for kind in kinds:
-            row[kind] = median(compress(speedups, [case.kind == kind for case in cases]))
-        rows.append(row)
+        of_kinds = {
+            column: median(compress(speedups, [kind == column for kind in kinds]))
+            for column in columns
+        }
+        rows.append(row | of_kinds)
     return rows
 
 
@@ -110,7 +122,7 @@ def costs_section(bench: Bench) -> list[Row]:
     drafters = {}
     for name, options in bench.drafts.items():
         if options.draft not in ("lookup", "auto") and not options.adaptive:
-            sample = begin(session, options, Case("", [0], 1))
+            sample = begin(session, options, Case([0], 1))
             drafters[name] = strategy_of(session, sample, slot, session.model).drafter
     return measure_steps(session.model, slot.cache, drafters)
 
@@ -131,7 +143,7 @@ def structured_section(bench: Bench) -> list[Row]:
         schema = json.dumps(each["schema"])
         ids = session.encode(each["request"], session.options.merged({"json_schema": schema}))
         cases += [
-            Case(name, ids, STRUCTURED_TOKENS, turn, schema, reads_prompt=False)
+            Case(ids, STRUCTURED_TOKENS, turn, name, schema, reads_prompt=False)
             for turn in range(bench.turns)
         ]
     drafts = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
@@ -154,7 +166,7 @@ def first_token_section(bench: Bench) -> list[Row]:
         }
         for length in LENGTHS
         if length <= longest
-        for row in bench.measure({}, others, [Case("", [0] * (length - 1), 1)] * bench.turns)
+        for row in bench.measure({}, others, [Case([0] * (length - 1), 1)] * bench.turns)
     ]
 
 
@@ -170,18 +182,14 @@ def context_section(bench: Bench) -> list[Row]:
     if "low bits" in drafts:
         short_sighted = session.options.merged({"draft": "lowbit", "window": WINDOW})
         drafts[f"low bits, newest {WINDOW}"] = short_sighted
-    columns = ("decoder", "tokens/s", "speed-up", "repeated", "accepted", "a round", "equal")
     rows = []
     for length in bench.contexts:
         prompts = after_documents(session, PROMPTS["story"][: bench.turns], length)
         cases = [
-            Case("", session.encode(prompt), bench.cases[0].count, turn, reads_prompt=False)
+            Case(session.encode(prompt), bench.cases[0].count, turn, reads_prompt=False)
             for turn, prompt in enumerate(prompts)
         ]
-        rows += [
-            {"context": length} | {name: row[name] for name in columns}
-            for row in bench.measure(drafts, {}, cases)
-        ]
+        rows += [{"context": length} | row for row in bench.measure(drafts, {}, cases)]
     return rows
 
 
@@ -197,25 +205,24 @@ def together_section(bench: Bench) -> list[Row]:
     options = {"plain": session.options} | {name: bench.drafts[name] for name in (draft, "auto")}
     cases = [*islice(cycle(bench.cases), TOGETHER[-1])]
     ways = {name: partial(write_together, session, each, cases) for name, each in options.items()}
-    columns = ("decoder", "tokens/s", "speed-up", "repeated", "equal")
     return [
-        {"texts": count} | {name: row[name] for name in columns}
-        for count in TOGETHER
-        for row in compare(ways, [Case("", [], count)] * bench.turns, session.device)
+        {"texts": at_once} | row
+        for at_once in TOGETHER
+        for row in compare(ways, [at_once] * bench.turns, session.device)
     ]
 
 
 def write_together(
-    session: Session, options: Options, cases: Sequence[Case], turn: Case
+    session: Session, options: Options, cases: Sequence[Case], at_once: int
 ) -> Written:
-    """Return the tokens of all texts but their first ones, written ``turn.count`` texts at a time;
-    and the seconds that these took.
+    """Return the tokens of all texts but their first ones, written ``at_once`` at a time; and the
+    seconds that these took.
     """
 
     def write(budget: int) -> list[list[int]]:
         samples = [begin(session, options, replace(case, count=budget)) for case in cases]
-        for at in range(0, len(samples), turn.count):
-            session.finish_all(samples[at : at + turn.count])
+        for at in range(0, len(samples), at_once):
+            session.finish_all(samples[at : at + at_once])
         return [sample.tokens[1:] for sample in samples]
 
     _, reading = timed(session.device, write, 1)
@@ -226,20 +233,49 @@ def write_together(
 def adaptive_section(bench: Bench) -> list[Row]:
     """Simulated speed-up by the cost of a draft step, for each draft length and the adaptive exit.
 
-    By the drafts of the first early exit at every position of greedy texts.
+    The first early exit writes greedy texts in each way. Their rounds and drafted tokens have the
+    cost of a draft step that is simulated; a verification is taken to cost a plain round.
     """
     first, *_ = (options for options in bench.drafts.values() if options.draft == "exit")
-    greedy = first.merged({"temperature": 0.0})
-    return simulated_speedups([record(bench.session, greedy, case) for case in bench.cases])
+    ways = {"adaptive exit": {"adaptive": True, "gamma": LONGEST_DRAFT}}
+    ways |= {f"length {length}": {"gamma": length} for length in range(1, LONGEST_DRAFT + 1)}
+    rows = []
+    for name, given in ways.items():
+        options = first.merged({"temperature": 0.0, **given})
+        samples = [
+            bench.session.finish(begin(bench.session, options, each)) for each in bench.cases
+        ]
+        tokens, rounds, drafted = (
+            sum(getattr(sample.statistics, count) for sample in samples)
+            for count in ("tokens", "rounds", "drafted")
+        )
+        rows += [
+            {"decoder": name, "draft step": cost, "speed-up": tokens / (rounds + cost * drafted)}
+            for cost in STEP_COSTS
+        ]
+    return rows
 
 
 DEFAULT = ("costs", "speed", "first-token")
-SECTIONS = {  # in the order in which they are measured
-    "costs": costs_section,
-    "speed": speed_section,
-    "first-token": first_token_section,
-    "structured": structured_section,
-    "context": context_section,
-    "together": together_section,
-    "adaptive": adaptive_section,
+# In the order in which they are measured, with their panels of the picture
+SECTIONS: dict[str, tuple[Callable[[Bench], list[Row]], Panel]] = {
+    "costs": (costs_section, ("Costs of steps", "plain rounds", "step", None)),
+    "speed": (speed_section, ("Speed-up over plain decoding", "speed-up", "decoder", None)),
+    "first-token": (
+        first_token_section,
+        ("Time to the first token", "tokens", "ms", "decoder"),
+    ),
+    "structured": (
+        structured_section,
+        ("Speed-up under JSON schemas", "speed-up", "decoder", None),
+    ),
+    "context": (
+        context_section,
+        ("Speed-up after long prompts", "context", "speed-up", "decoder"),
+    ),
+    "together": (together_section, ("Texts written together", "texts", "tokens/s", "decoder")),
+    "adaptive": (
+        adaptive_section,
+        ("Simulated speed-up by the cost of a draft step", "draft step", "speed-up", "decoder"),
+    ),
 }

@@ -1,8 +1,10 @@
-"""Costs of steps: of a model, or of random weights in the shape of one, of any size.
+"""Costs of steps: of a model, or of random weights in the shape of one, of any size; and the speed
+of whole rounds of a shape.
 
-Times do not depend on the values of the weights. The acceptance rate does, so speed-ups of a shape
-are computed for several. A shape is a name in ``shapes.json`` or the ``config.json`` of a model.
-Knows nothing of texts.
+Times do not depend on the values of the weights. The acceptance rate does. So the speed-ups of a
+shape are computed for several rates, and its rounds accept drafted tokens at given ones: they show
+what a draft gains on this machine, sampling and verification included. A shape is a name in
+``shapes.json`` or the ``config.json`` of a model. Knows nothing of prompts.
 """
 
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from app.common.files import read_json
 from app.common.table import Row
@@ -19,7 +22,13 @@ from app.loaded import accelerated
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT, runnable
 from benchmark.timing import spread, take_turns, timed
-from decoding.drafters import ModelDrafter
+from decoding.drafters import ModelDrafter, NoDraft
+from decoding.policies import FixedLength
+from decoding.randomness import Place, Randomness
+from decoding.sampling import SamplingParams
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
+from decoding.verify import Rule, Verify
 from model.cache import KVCache
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
@@ -27,7 +36,7 @@ from model.errors import InputError
 from model.families import build
 from model.plan import LayerPlan
 from search.costs import CostModel
-from weights.memory import check_fits, estimate, has_memory_for, parameter_count
+from weights.memory import bytes_read, check_fits, estimate, has_memory_for, parameter_count
 
 NAMED = Path(__file__).with_name("shapes.json")
 ROWS = (1, 2, 4, 8, 16)  # tokens of a verification
@@ -35,6 +44,11 @@ DRAFTED = 4  # draft steps, one after another
 TURNS = 15
 PROMPTS = (256, 2048)  # tokens
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)  # rates for which speed-ups are given
+ROUNDS_ACCEPT = (0.7, 0.8, 0.9)  # rates at which whole rounds are measured
+TOKENS = 96  # of a text of such rounds
+PARAMS = SamplingParams(0.7, top_p=0.9)
+COPIED = 1 << 28  # bytes, by whose copies the bandwidth is measured
+COPIES = 20
 
 
 @torch.inference_mode()
@@ -95,6 +109,17 @@ def shape_model(shape: str, dtype: torch.dtype, device: torch.device, positions:
     return accelerated(model, Options())
 
 
+def plans_of(model: Decoder) -> dict[str, LayerPlan]:
+    """Return the plans of drafts by name: an exit after a quarter of the layers, and all layers in
+    four bits where these are fast and fit into memory.
+    """
+    plans = {"exit": LayerPlan.early_exit(model.num_layers, max(1, model.num_layers // 4))}
+    low_bits = runnable(model, LayerPlan.full(model.num_layers).in_bits(4))
+    if model.abilities.low_bits and has_memory_for(model, [low_bits]):
+        plans["low bits"] = low_bits
+    return plans
+
+
 @torch.inference_mode()
 def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[Row]:
     """Return rows of a shape: the costs of steps, those of a draft with the speed-ups that follow,
@@ -105,11 +130,9 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
     model = shape_model(shape, dtype, device, max(PROMPTS))
     size = {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6}
     cache = model.new_cache(max(PROMPTS))
-    early = LayerPlan.early_exit(model.num_layers, max(1, model.num_layers // 4))
-    low_bits = runnable(model, LayerPlan.full(model.num_layers).in_bits(4))
-    plans = {"exit": early}
-    if model.abilities.low_bits and has_memory_for(model, [low_bits]):
-        plans |= {"low bits": low_bits, "exit in low bits": runnable(model, early.in_bits(4))}
+    plans = plans_of(model)
+    if "low bits" in plans:
+        plans["exit in low bits"] = runnable(model, plans["exit"].in_bits(4))
     drafters = {name: ModelDrafter(model, cache, plan) for name, plan in plans.items()}
     rows = measure_steps(model, cache, drafters)
     verify = [row["plain rounds"] for row in rows[: len(ROWS)]]
@@ -121,3 +144,72 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
         _, seconds = timed(device, model.prefill, ids, cache)
         rows.append({"step": "prompt", "tokens": count, "ms": 1e3 * seconds})
     return [size | row for row in rows]
+
+
+def accepting(rate: float) -> Verify:
+    """Return the race with another verdict: each drafted token is accepted at this rate."""
+    generator = torch.Generator().manual_seed(0)
+
+    def verify(
+        p: Tensor, q: Tensor, drafted: Tensor, randomness: Randomness, place: Place
+    ) -> tuple[Tensor, Tensor]:
+        drawn = randomness.draw_each(p, place)
+        kept = torch.rand(len(drafted), generator=generator) < rate
+        accepted = int(kept.long().cumprod(0).sum())
+        return drawn.new_full((), accepted), drawn[accepted]
+
+    return verify
+
+
+def seconds_per_token(model: Decoder, plan: LayerPlan | None, rate: float) -> float:
+    """Return the seconds per token of a text, drafted under a plan; None is plain decoding."""
+    cache = model.new_cache(TOKENS + DRAFTED + 1)
+    drafter = ModelDrafter(model, cache, plan) if plan else NoDraft()
+    text = Text([0], Rules(TOKENS), model)
+    policy = FixedLength(DRAFTED if plan else 0)
+    randomness = Rule("race", 0).randomness(model.device)
+    rounds = speculate(model, cache, text, drafter, policy, PARAMS, randomness, accepting(rate))
+    next(rounds)  # compiles and captures
+    written, seconds = timed(model.device, lambda: sum(len(round.emitted) for round in rounds))
+    return seconds / written
+
+
+def bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that the device reads and writes in copies."""
+    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
+    target = source.clone()
+    _, seconds = timed(device, lambda: [target.copy_(source) for _ in range(COPIES)])
+    return 2 * COPIED * COPIES / seconds
+
+
+@torch.inference_mode()
+def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list[Row]:
+    """Return a row of plain decoding, and of each draft at each acceptance rate. Raises InputError
+    where the weights do not fit into memory.
+    """
+    model = shape_model(shape, dtype, device, TOKENS)
+    plain = seconds_per_token(model, None, 0.0)
+    read = bytes_read(model.config, LayerPlan.full(model.num_layers), dtype.itemsize)
+    share = read / plain / bandwidth(device)
+    rows: list[Row] = [{"decoder": "plain", "tokens/s": 1 / plain, "of the bandwidth": share}]
+    for name, plan in plans_of(model).items():
+        for rate in ROUNDS_ACCEPT:
+            seconds = seconds_per_token(model, plan, rate)
+            row = {"decoder": name, "accepted": rate, "tokens/s": 1 / seconds}
+            rows.append(row | {"speed-up": plain / seconds})
+    if model.trouble:
+        rows.append({"decoder": model.trouble})
+    return rows
+
+
+# With their panels of the picture
+SECTIONS = {
+    "shapes": (
+        measure_shape,
+        ("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
+    ),
+    "rounds": (
+        measure_rounds,
+        ("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
+    ),
+}

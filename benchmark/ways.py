@@ -24,15 +24,15 @@ from weights.load import model_folder
 
 @dataclass(frozen=True)
 class Case:
-    """Prompt of a kind, after which ``count`` tokens are written, or a text of a JSON ``schema``;
-    ``number`` is that of the text's random numbers. ``reads_prompt``: whether each way reads it
-    anew, in its time.
+    """Prompt, after which ``count`` tokens are written, or a text of a JSON ``schema``; ``number``
+    is that of the text's random numbers. Cases of one ``kind``, if they have any, share a column of
+    speed-ups. ``reads_prompt``: whether each way reads the prompt anew, in its time.
     """
 
-    kind: str
     ids: Sequence[int]
     count: int
     number: int = 0
+    kind: str = ""
     schema: str | None = None
     reads_prompt: bool = True
 
@@ -60,7 +60,9 @@ def find_drafts(
     """
     layers = session.config.num_layers
     exits = exit_layers or (max(1, layers // 2), max(1, layers * 4 // 5))
-    by_model = {f"exit {layer}": {"draft": "exit", "exit_layer": layer} for layer in exits}
+    by_model = {
+        f"exit {layer}": {"draft": "exit", "exit_layer": layer, "gamma": GAMMA} for layer in exits
+    }
     if session.model.abilities.low_bits:
         by_model["low bits"] = {"draft": "lowbit"}
     plan = session.plan_for(Options(draft="auto"))  # read once, not for each text
@@ -70,10 +72,7 @@ def find_drafts(
         by_model["model"] = {"draft": "model", "draft_model": draft_model}
     drafts = {"lookup": {"draft": "lookup"}}
     for name, given in by_model.items():
-        adaptive = given | {"adaptive": True}
-        if given["draft"] == "exit":
-            adaptive["gamma"] = GAMMA  # as without
-        drafts |= {name: given, f"{name}, adaptive": adaptive}
+        drafts |= {name: given, f"{name}, adaptive": given | {"adaptive": True}}
     drafts["auto"] = {"draft": "auto", "plan": plan}
     return {name: session.options.merged(given) for name, given in drafts.items()}
 

@@ -5,12 +5,20 @@ it plays in an ``<img>``: each period begins with the finished comparison. Knows
 text is written.
 """
 
+if __name__ == "__main__":  # before anything that takes long to import
+    from app.common.start import start
+
+    start()
+
+import sys
 from collections.abc import Iterator
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from app.characters import Labels, visible
 from app.common.files import write_text
+from app.common.parsers import script
 from app.sample import Sample
 from app.session import load
 
@@ -32,10 +40,6 @@ text { font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; 
 g text { animation-timing-function: step-end; animation-iteration-count: infinite }
 @media (prefers-reduced-motion: reduce) { g text { animation: none !important } }
 """
-PAGE = """<svg xmlns="http://www.w3.org/2000/svg" role="img" width="800" height="{height}">\
-<title>{title}</title><style>{style}</style><rect width="100%" height="100%" rx="8"/>\
-<text x="24" y="30">{title}</text>{lanes}</svg>
-"""
 
 # Text of a token and its kind, line and column, the seconds of decoding at which it appears, and
 # those at which it disappears, if it does
@@ -47,8 +51,7 @@ def pieces(sample: Sample, labels: Labels, step: float) -> Iterator[Piece]:
     the ``step`` of the verification, and are judged at the end of their round.
     """
     kept = 0, 0  # line and column after the text
-    began = 0.0
-    for round, ended in sample.timeline:
+    for (_, began), (round, ended) in pairwise([(None, 0.0), *sample.timeline]):
         drafting = max(ended - began - step, 0.2 * (ended - began))
         after = kept
         for number, (token, verdict) in enumerate(round.verdicts(), start=1):
@@ -57,12 +60,11 @@ def pieces(sample: Sample, labels: Labels, step: float) -> Iterator[Piece]:
             line, column = (line, column) if column + len(text) <= COLUMNS else (line + 1, 0)
             after = (line + 1, 0) if "↵" in text else (line, column + len(text))
             if verdict != "own":
-                begin = began + drafting * number / len(round.drafted)
-                yield text, "drafted", line, column, begin, ended
+                appears = began + drafting * number / len(round.drafted)
+                yield text, "drafted", line, column, appears, ended
             if verdict in ("accepted", "own"):
                 yield text, verdict, line, column, ended, None
                 kept = after
-        began = ended
 
 
 def element(name: str, piece: Piece, top: float, period: float) -> str:
@@ -85,14 +87,13 @@ def element(name: str, piece: Piece, top: float, period: float) -> str:
 
 def picture(samples: list[Sample], labels: Labels) -> str:
     """Return the picture of a plain text and a drafted one."""
-    step = samples[0].seconds / len(samples[0].rounds)
     period = 2 * PAUSE + SLOWER * max(sample.seconds for sample in samples)
     lanes = ""
     top = 62
     for name, sample in zip(("plain", "drafts"), samples, strict=True):
         said = f"{name}: {sample.draft}, {sample.speed:.0f} tokens/s".removeprefix("plain: ")
-        lane = [*pieces(sample, labels, step)]
-        drawn = [element(f"{name}-{at}", each, top, period) for at, each in enumerate(lane)]
+        lane = [*pieces(sample, labels, samples[0].seconds / len(samples[0].rounds))]
+        drawn = (element(f"{name}-{at}", each, top, period) for at, each in enumerate(lane))
         lanes += (
             f'<text class="muted" x="24" y="{top}">{escape(said)}</text>'
             f'<g class="{name}">{"".join(drawn)}</g>'
@@ -101,10 +102,14 @@ def picture(samples: list[Sample], labels: Labels) -> str:
     title = escape(
         f"{MODEL}: {PROMPT} {samples[1].speed / samples[0].speed:.2f} times plain decoding"
     )
-    return PAGE.format(height=top, title=title, style=STYLE, lanes=lanes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="800" height="{top}">'
+        f'<title>{title}</title><style>{STYLE}</style><rect width="100%" height="100%" rx="8"/>'
+        f'<text x="24" y="30">{title}</text>{lanes}</svg>\n'
+    )
 
 
-def main() -> None:
+def draw(_: object) -> None:
     """Write both texts, and the picture."""
     session = load(MODEL, max_new_tokens=64)
     session.warm_up(session.encode(PROMPT))
@@ -112,5 +117,8 @@ def main() -> None:
     write_text(Path(__file__).with_name("round.svg"), picture(samples, session.labels))
 
 
+main = script(draw, {}, "python -m docs.moving", __doc__)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

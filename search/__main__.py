@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before anything that takes long to import
 import argparse
 import hashlib
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -32,15 +31,15 @@ from app.common.command_line import say
 from app.common.device import machine
 from app.common.files import check_place, read_optional_json
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
+from app.common.picture import write_picture
 from app.options import Options
 from app.plan_file import LONG, read_plan
 from app.session import Session
 from model.plan import LOW_BITS, LayerPlan
 from search.acceptance import Calibration
-from search.compare import compare_samplers
 from search.confirm import confirm, result_table, write_result
 from search.costs import CostModel, kept_costs, measure_costs
-from search.plots import draw_search
+from search.plots import KINDS, best_values, draw_search
 from search.study import (
     HEAD,
     SAMPLERS,
@@ -49,6 +48,7 @@ from search.study import (
     Predict,
     Prediction,
     Space,
+    compare_samplers,
     early_exits,
     first_plans,
     open_study,
@@ -78,8 +78,8 @@ OPTIONS: Groups = {
         "--out": {
             "type": Path,
             "metavar": "FILE",
-            "help": "the plan file (default: plan.json of the model, or one beside it where"
-            " that is not of this search)",
+            "help": "the plan file to write, replaced if it exists (default: plan.json in the"
+            " model's folder, or plan-STUDY.json where another search or a hand made that)",
         },
         "--sampler": {
             "choices": list(SAMPLERS),
@@ -184,36 +184,35 @@ def run(options: argparse.Namespace) -> int:
         optimise(study, predict, space, options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
-        say("interrupted: the same command continues the search")
+        say("interrupted: the best plans so far decode now; the same command continues the search")
     # 4. The best plans decode, and the fastest is written.
     if found := predictions_of(study):
         plans = plans_to_confirm(options, session, found, predict, out)
         results = confirm(session, held_out, {plan: predict(plan) for plan in plans})
         Console(width=None if sys.stdout.isatty() else 120).print(result_table(results))
-        if write_result(out, results[0], settings, study_name):
-            say(
-                f'to use it: python generate.py "Your prompt" --model {shlex.quote(options.model)}'
-                f" --draft skip --plan {shlex.quote(str(out))}"
-            )
+        write_result(out, results[0], settings, study_name, options.model)
         if options.plots is not None:
             draw_search(options.plots, found, importance, predict, costs)
     if options.compare_samplers and status == 0:
-        compare_samplers(
-            predict, space, first, options.trials, options.compare_samplers, options.plots
-        )
+        curves = compare_samplers(predict, space, first, options.trials, options.compare_samplers)
+        if options.plots is not None:
+            write_picture(lambda: best_values(curves, len(first)), options.plots / "samplers.svg")
     return status
 
 
 def settings_of(
     session: Session, options: argparse.Namespace, prompts: list[str]
 ) -> dict[str, Any]:
-    """Return all on which the predictions of a search depend."""
+    """Return all on which the predictions of a search depend. Sampler and seed are not among them:
+    they choose the plans, so that trials of any sampler belong to one study.
+    """
     return {
         "model": model_fingerprint(session.folder),
         "dtype": str(session.dtype).removeprefix("torch."),
         "bits": sorted({*options.bits}),
         "sampling": {**asdict(session.options.params), "coupling": options.coupling},
-        "prompts": [options.max_new_tokens, prompts],
+        "max_new_tokens": options.max_new_tokens,
+        "prompts": prompts,
         "machine": machine(session.device),
         "version": VERSION,
     }
@@ -258,9 +257,8 @@ def prepare(
 
 def announce(importance: Mapping[str, float], first: int, trials: int) -> None:
     """Print the importance of each sublayer, and whether the sampler is asked for any plan."""
-    layers = range(len(importance) // 2)
-    for kind, title in (("attn", "attention"), ("mlp", "MLP")):
-        shares = [importance[f"{kind} {layer}"] for layer in layers]
+    for kind, title in KINDS.items():
+        shares = [share for name, share in importance.items() if name.startswith(kind)]
         blocks = "".join(BLOCKS[round(share * (len(BLOCKS) - 1))] for share in shares)
         say(f"importance by layer, {title:9} {blocks}")
     if trials <= first:
@@ -275,7 +273,8 @@ def plans_to_confirm(
     out: Path,
 ) -> list[LayerPlan]:
     """Return the best plans found, the best early exit, tried or not, if sublayers may be skipped,
-    and the plan that this search wrote before, if any: neither is replaced by a slower one.
+    and without ``--out`` the plan that this search wrote before: neither is replaced by a slower
+    one.
     """
     layers = session.model.num_layers
     plans = [*islice(found, CONFIRMED)]

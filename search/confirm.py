@@ -4,6 +4,7 @@ fastest is written.
 Knows nothing of how plans are found.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -82,9 +83,11 @@ def result_table(results: Sequence[Confirmed]) -> Table:
     return table(rows, "held-out prompts: measured beside plain decoding, and expected")
 
 
-def write_result(path: Path, best: Confirmed, settings: Mapping[str, Any], study: str) -> bool:
-    """Write the plan file of a result, with the settings of its study; return whether the plan is
-    faster than plain decoding. One that is not gets a draft length of 0.
+def write_result(
+    path: Path, best: Confirmed, settings: Mapping[str, Any], study: str, model: str
+) -> None:
+    """Write the plan file of a result, with the settings of its study, and print how to use it. A
+    plan that is not faster than plain decoding gets a draft length of 0.
     """
     predicted = best.predicted
     pays = best.speedup > 1
@@ -100,10 +103,12 @@ def write_result(path: Path, best: Confirmed, settings: Mapping[str, Any], study
     }
     draft = DraftPlan(best.plan, predicted.gamma if pays else 0, None, predicted.acceptance)
     write_plan(path, draft, settings["model"], provenance)
-    told = (
-        f", drafts of up to {predicted.gamma} tokens"
-        if pays
-        else ": no plan beats plain decoding, so --draft skip decodes plainly"
-    )
-    say(f"{path}: {best.speedup:.2f} times plain decoding{told}")
-    return pays
+    measured = f"{path}: {best.speedup:.2f} times plain decoding"
+    if pays:
+        say(f"{measured}, drafts of up to {predicted.gamma} tokens")
+        say(
+            f'to use it: python generate.py "Your prompt" --model {shlex.quote(model)}'
+            f" --draft skip --plan {shlex.quote(str(path))}"
+        )
+    else:
+        say(f"{measured}: no plan beats plain decoding, so --draft skip decodes plainly")

@@ -96,8 +96,16 @@ def seconds_of_round(
     """
     text = Text(prompt, Rules(ROUNDS * (gamma + 1)), session.model)
     rule = session.options.rule
-    how = session.options.params, rule.randomness(session.device), rule.verify
-    rounds = speculate(session.model, cache, text, drafter, FixedLength(gamma), *how)
+    rounds = speculate(
+        session.model,
+        cache,
+        text,
+        drafter,
+        FixedLength(gamma),
+        session.options.params,
+        rule.randomness(session.device),
+        rule.verify,
+    )
     ended = [(len(round.drafted), perf_counter()) for round in islice(rounds, ROUNDS)]
     # The first round of a text is slower than the others; a draft may end with its text.
     return median(
@@ -118,9 +126,9 @@ def measure_costs(
     longest = ROUNDS * (LONGEST_DRAFT + 1)
     room = session.context - longest
     slot = session.slot_for(min(room, max(map(len, prompts))) + longest)
-    known = Repetition()
-    lengths = range(LONGEST_DRAFT + 1)
-    drafters: dict[int | LayerPlan, tuple[Drafter, int]] = {k: (known, k) for k in lengths}
+    drafters: dict[int | LayerPlan, tuple[Drafter, int]] = {
+        length: (Repetition(), length) for length in range(LONGEST_DRAFT + 1)
+    }
     plans = probes(model.num_layers, bits, windows)
     for plan in plans:
         session.prepare(plan)
@@ -143,7 +151,7 @@ def measure_costs(
         parts.setdefault(head, step)  # of the head alone, whose plan comes first
         for part, count in others:
             parts[part] = max(0.0, step - parts[head]) / count
-    return CostModel(parts, [cost[length] for length in lengths])
+    return CostModel(parts, [cost[length] for length in range(LONGEST_DRAFT + 1)])
 
 
 def kept_costs(study: str, measure: Callable[[], CostModel]) -> CostModel:

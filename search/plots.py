@@ -23,13 +23,12 @@ def draw_search(
     costs: CostModel,
 ) -> None:
     """Write the pictures of a search into a folder: the plans tried, and what can be left out."""
-    plans = {
-        "early exits": early_exits(len(importance) // 2),
-        "least important sublayers left out": thinned_plans(importance)[:-1],
-    }
     lines = {
-        name: [(costs.step(plan), predict(plan).acceptance) for plan in each]
-        for name, each in plans.items()
+        name: [(costs.step(plan), predict(plan).acceptance) for plan in plans]
+        for name, plans in (
+            ("early exits", early_exits(len(importance) // 2)),
+            ("least important sublayers left out", thinned_plans(importance)[:-1]),
+        )
     }
     write_picture(lambda: front(predictions, costs), folder / "front.svg")
     write_picture(lambda: importances(importance, lines), folder / "importance.svg")
@@ -107,7 +106,8 @@ def importances(
 
 def best_values(curves: Mapping[str, Sequence[Sequence[float]]], first: int) -> Figure:
     """Return the best expected speed-up so far, by trial: the mean of each way to search, with the
-    range of its seeds. A dashed line continues the best of the ``first`` plans.
+    range of its seeds. A dashed line shows the best of the ``first`` plans, which the first of the
+    ways begins with.
     """
     figure = Figure(figsize=(7.5, 4))
     axes = figure.subplots()
@@ -117,8 +117,10 @@ def best_values(curves: Mapping[str, Sequence[Sequence[float]]], first: int) -> 
         axes.fill_between(
             trials, np.min(runs, axis=0), np.max(runs, axis=0), color=SCALE(colour), alpha=0.2
         )
-    chosen = next(iter(curves.values()))[0][:first]
-    axes.axhline(chosen[-1], color=MUTED, linestyle="--", label="the first plans alone")
+    begin_with_them, *_ = curves.values()
+    axes.axhline(
+        max(begin_with_them[0][:first]), color=MUTED, linestyle="--", label="the first plans alone"
+    )
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="trial", ylabel="best expected speed-up so far")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1.01), ncols=2)

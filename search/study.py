@@ -1,8 +1,9 @@
 """Optuna study of layer plans: its parameters are the bits of each sublayer and of the head, and
 the window; its value is the expected speed-up.
 
-The study is kept in Optuna's journal, so that a killed search continues from its last trial. Knows
-nothing of how acceptance and costs are found.
+The study is kept in Optuna's journal, so that a killed search continues from its last trial.
+Studies in memory compare the ways to propose plans. Knows nothing of how acceptance and costs are
+found.
 """
 
 import random
@@ -11,13 +12,14 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import optuna
-from optuna.trial import FrozenTrial, TrialState
 
+from app.common.command_line import say
 from model.errors import explaining
 from model.plan import FULL, LayerPlan
 
@@ -33,6 +35,12 @@ SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
         n_ei_candidates=64,
     ),
     "random": optuna.samplers.RandomSampler,
+}
+# Ways that are compared: the sampler, and whether the first plans are tried before it is asked
+WAYS = {
+    "TPE": ("tpe", True),
+    "random draws": ("random", True),
+    "TPE without the first plans": ("tpe", False),
 }
 THINNED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # shares of the sublayers that the first plans skip
 HEAD = "head"
@@ -128,15 +136,14 @@ def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan
     full = LayerPlan.full(len(importance) // 2)
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
-    kinds = [early_exits(full.num_layers), thinned]
+    kinds = early_exits(full.num_layers), thinned
     low = sorted({*space[HEAD]} - {FULL})
     uniform = [*(full.in_bits(bits, head=low[-1]) for bits in low), full]
     windowed = [replace(plan, window=window) for window in space[WINDOW] for plan in uniform]
     rounded = [[plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in kinds if low]
-    in_turn = zip_longest(*kinds, windowed, *rounded)
     return [
         plan
-        for plan in dict.fromkeys(filter(None, chain(*in_turn)))
+        for plan in dict.fromkeys(filter(None, chain(*zip_longest(*kinds, windowed, *rounded))))
         if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
     ]
 
@@ -164,17 +171,52 @@ def optimise(study: optuna.Study, predict: Predict, space: Space, trials: int) -
         return known[plan].speedup
 
     # another process may share the study
-    enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+    enough = optuna.study.MaxTrialsCallback(trials)
     rest = max(0, trials - len(finished(study)))
     study.optimize(speedup, rest, callbacks=[enough], show_progress_bar=sys.stderr.isatty())
 
 
-def finished(study: optuna.Study) -> list[FrozenTrial]:
+def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     """Return the finished trials of a study."""
-    return study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    return study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
 
 
 def predictions_of(study: optuna.Study) -> dict[LayerPlan, Prediction]:
     """Return the predictions of the plans tried, the best first."""
     trials = sorted(finished(study), key=lambda trial: -trial.value)
     return {plan_of(trial.params): Prediction(*trial.user_attrs["prediction"]) for trial in trials}
+
+
+def compare_samplers(
+    predict: Predict, space: Space, first: Sequence[LayerPlan], trials: int, seeds: int
+) -> dict[str, list[list[float]]]:
+    """Search in each of ``WAYS`` with several seeds, and print the best speed-ups; returns the best
+    ones so far, a curve for each seed.
+    """
+    curves: dict[str, list[list[float]]] = {}
+    for name, (sampler, tries_first) in WAYS.items():
+        plans = first if tries_first else ()
+        curves[name] = [
+            best_so_far(predict, space, plans, trials, SAMPLERS[sampler](seed=seed))
+            for seed in range(seeds)
+        ]
+        best = [curve[-1] for curve in curves[name]]
+        say(f"{name}: {fmean(best):.3f} ({min(best):.3f} to {max(best):.3f})")
+    return curves
+
+
+def best_so_far(
+    predict: Predict,
+    space: Space,
+    first: Sequence[LayerPlan],
+    trials: int,
+    sampler: optuna.samplers.BaseSampler,
+) -> list[float]:
+    """Return the best speed-up after each trial of a search in memory, which tries the plans
+    ``first`` and then those that the sampler proposes.
+    """
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for plan in first:
+        study.enqueue_trial(parameters(plan))
+    optimise(study, predict, space, trials)
+    return list(accumulate((trial.value for trial in finished(study)), max))

@@ -76,6 +76,5 @@ def split_texts(texts: Sequence[Continuation]) -> tuple[list[Continuation], list
             f" {LEAST_TOKENS} tokens after them in all: give more prompts or a larger"
             " --max-new-tokens"
         )
-    held_out = list(texts[PARTS - 1 :: PARTS])
     searched = [text for at, text in enumerate(texts, start=1) if at % PARTS]
-    return searched, held_out
+    return searched, [*texts[PARTS - 1 :: PARTS]]

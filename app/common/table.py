@@ -10,11 +10,15 @@ FORMATS = {"tokens/s": "{:.1f}", "accepted": "{:.0%}"}  # by column
 
 
 def table(rows: list[Row], title: str | None = None) -> Table:
-    """Return a table with a column per key of the rows, without keys whose values are lists."""
+    """Return a table with a column per key of the rows, without keys whose values are lists or
+    None throughout.
+    """
     shown = Table(title=title)
-    keys = dict.fromkeys(
-        key for row in rows for key, value in row.items() if not isinstance(value, list)
-    )
+    keys = [
+        key
+        for key in dict.fromkeys(key for row in rows for key in row)
+        if not all(isinstance(row.get(key), list | None) for row in rows)
+    ]
     for key in keys:
         shown.add_column(key, justify="left" if isinstance(rows[0].get(key), str) else "right")
     for row in rows:

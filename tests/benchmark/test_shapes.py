@@ -9,7 +9,7 @@ import torch
 
 from app.common.files import read_json
 from benchmark import __main__ as command
-from benchmark import rounds, shapes, timing
+from benchmark import shapes, timing
 from decoding.drafters import ModelDrafter
 from model.plan import LayerPlan
 from tests.folders import LLAMA
@@ -69,10 +69,10 @@ def test_rounds_have_the_given_acceptance_rates(monkeypatch: pytest.MonkeyPatch)
 
     model.register_forward_pre_hook(step)
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
-    monkeypatch.setattr(rounds, "shape_model", lambda *given: model)
-    monkeypatch.setattr(rounds, "bandwidth", lambda device: 1.0)
-    monkeypatch.setattr(rounds, "ACCEPTANCES", (0.0, 1.0))
-    monkeypatch.setattr(rounds, "TOKENS", 25)
-    plain, *drafts = rounds.measure_rounds("", model.dtype, model.device)
+    monkeypatch.setattr(shapes, "shape_model", lambda *given: model)
+    monkeypatch.setattr(shapes, "bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(shapes, "ROUNDS_ACCEPT", (0.0, 1.0))
+    monkeypatch.setattr(shapes, "TOKENS", 25)
+    plain, *drafts = shapes.measure_rounds("", model.dtype, model.device)
     assert plain["tokens/s"] == 1
     assert [(row["decoder"], row["speed-up"]) for row in drafts] == [("exit", 1), ("exit", 5)]

@@ -13,13 +13,12 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from decoding.proof.enumeration import output_law, total_variation
+from decoding.proof.enumeration import output_law
 from decoding.proof.foreign import law_of
 from decoding.randomness import Place, Randomness
 from decoding.rounds import expected_speedup
 from decoding.verify import Rule
 from tests.browser import find, look
-from tests.decoding.proof.foreign import bigrams, block_verification
 from tests.laws import speculative
 
 PAGE = Path(__file__).parents[2] / "docs/explore.html"
@@ -51,16 +50,6 @@ def asked(page: WebDriver, expression: str, *given: Any) -> Any:
     return page.execute_script(f"return {expression}", *given)
 
 
-def text_law(
-    page: WebDriver, p: list[float], q: list[float], rule: str, number: int, length: int = 3
-) -> tuple[dict[str, float], float]:
-    """Law of texts by the page's rule, with one of its mistakes, and the distance from p's."""
-    rounds = f"roundLaw(arguments[0], arguments[1], '{rule}', MISTAKES.{rule}[{number}])"
-    law = f"textLaw({rounds}, {length})"
-    found = dict(asked(page, f"[...{law}]", p, q))
-    return found, asked(page, f"variation({law}, arguments[0])", p, q)
-
-
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_a_round_of_the_page_is_one_of_the_code(page: WebDriver, rule: str) -> None:
     p, q = torch.tensor([P, Q], dtype=torch.float64)
@@ -76,40 +65,25 @@ def test_a_round_of_the_page_is_one_of_the_code(page: WebDriver, rule: str) -> N
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block", "race"])
-def test_every_rule_of_the_page_writes_the_models_texts(page: WebDriver, rule: str) -> None:
-    assert text_law(page, P, Q, rule, 0)[1] < 1e-12
-
-
-@pytest.mark.parametrize("number", MISTAKES)
-def test_a_mistake_in_the_ratio_rule_changes_the_first_token_as_in_the_code(
-    page: WebDriver, number: int
-) -> None:
-    p, q = torch.tensor([P, Q], dtype=torch.float64)
-    law = law_of(speculative(p, q, MISTAKES[number])).probs
-    found, distance = text_law(page, P, Q, "ratio", number, 1)
-    assert found == pytest.approx({"abcde"[token]: weight for token, weight in law.items()})
-    assert distance == pytest.approx(total_variation(law, dict(enumerate(P))))
-    coarse, _ = text_law(page, [0.5, 0.5, 0.0], [0.0, 0.0, 1.0], "ratio", 2, 1)
-    assert coarse == pytest.approx({"a": 255 / 512, "b": 255 / 512, "c": 1 / 256})
-
-
-@pytest.mark.parametrize(
-    ("number", "name", "length"),
-    [(1, "first failure", 2), (2, "ratio residual", 2), (3, "bonus residual", 3)],
-)
-def test_a_mistake_in_block_verification_changes_texts_as_the_judge_says(
-    page: WebDriver, number: int, name: str, length: int, monkeypatch: pytest.MonkeyPatch
+def test_every_rule_of_the_page_writes_the_models_texts_and_no_mistake_does(
+    page: WebDriver, rule: str
 ) -> None:
     p, q = [0.3, 0.5, 0.2, 0.0, 0.0], [0.6, 0.4, 0.0, 0.0, 0.0]
-    for table, row in (("TARGET", p), ("DRAFT", q)):
-        rows = torch.tensor([row] * 5, dtype=torch.float64)
-        monkeypatch.setattr(block_verification, table, rows)
-    monkeypatch.setattr(bigrams, "TOKENS", length)
-    judged = law_of(lambda: block_verification.write(name)).probs
-    found, distance = text_law(page, p, q, "block", number, length)
-    assert distance > 0.001
-    known = {"".join("abcde"[token] for token in text): weight for text, weight in judged.items()}
-    assert {text: weight for text, weight in found.items() if weight} == pytest.approx(known)
+    for number in range(asked(page, f"MISTAKES.{rule}.length")):
+        rounds = f"roundLaw(arguments[0], arguments[1], '{rule}', MISTAKES.{rule}[{number}])"
+        distance = asked(page, f"variation(textLaw({rounds}, 3), arguments[0])", p, q)
+        assert distance > 0.001 if number else distance < 1e-12
+
+
+def test_a_mistake_in_the_ratio_rule_changes_the_first_token_as_in_the_code(
+    page: WebDriver,
+) -> None:
+    p, q = torch.tensor([P, Q], dtype=torch.float64)
+    for number, residual in MISTAKES.items():
+        rounds = f"roundLaw(arguments[0], arguments[1], 'ratio', MISTAKES.ratio[{number}])"
+        found = dict(asked(page, f"[...textLaw({rounds}, 1)]", P, Q))
+        law = law_of(speculative(p, q, residual)).probs
+        assert found == pytest.approx({"abcde"[token]: weight for token, weight in law.items()})
 
 
 @pytest.mark.parametrize(
