@@ -130,7 +130,8 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
 
 /* Products of a tile: [4, columns] of BF16 or F32, [inputs, columns] -> [inputs, 4]. The next two
  * blocks are prefetched line by line, so that memory sees one stream. */
-INLINE void multiply_wide(long kind, int inputs, Tile t) {
+INLINE void multiply_wide(long kind, int inputs, const Tile *tile) {
+    const Tile t = *tile;
     float lanes[4][BLOCK][LANES] __attribute__((aligned(64)));
     int parts = inputs == 1 && PARTS > 1 ? 2 : 1; /* at a time, which occupy the multipliers */
     long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP);
@@ -193,7 +194,8 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
 }
 
 /* Products of a tile in low bits: [16, columns], [inputs, columns] -> [inputs, 16]. */
-INLINE void multiply_codes(long kind, int inputs, Tile t) {
+INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
+    const Tile t = *tile;
     int parts = inputs == 1 ? PARTS : 1; /* at a time, which share the inputs in registers */
     long groups = groups_of(t.columns), bytes = kind == FOUR ? FOUR_GROUP : EIGHT_GROUP;
 #pragma GCC unroll 4
@@ -240,16 +242,16 @@ INLINE void multiply_codes(long kind, int inputs, Tile t) {
 /* Functions for one to four rows of inputs. As constants, kind and inputs let the compiler keep all
  * sums of a tile in registers. */
 #define TILES(kind, multiply)                                                                      \
-    static void kind##_1(Tile t) { multiply(kind, 1, t); }                                         \
-    static void kind##_2(Tile t) { multiply(kind, 2, t); }                                         \
-    static void kind##_3(Tile t) { multiply(kind, 3, t); }                                         \
-    static void kind##_4(Tile t) { multiply(kind, 4, t); }
+    static void kind##_1(const Tile *t) { multiply(kind, 1, t); }                                  \
+    static void kind##_2(const Tile *t) { multiply(kind, 2, t); }                                  \
+    static void kind##_3(const Tile *t) { multiply(kind, 3, t); }                                  \
+    static void kind##_4(const Tile *t) { multiply(kind, 4, t); }
 TILES(FOUR, multiply_codes)
 TILES(EIGHT, multiply_codes)
 TILES(BF16, multiply_wide)
 TILES(F32, multiply_wide)
 
-static void (*const tiles[][4])(Tile) = {
+static void (*const tiles[][4])(const Tile *) = {
     [FOUR / 8] = {FOUR_1, FOUR_2, FOUR_3, FOUR_4},
     [EIGHT / 8] = {EIGHT_1, EIGHT_2, EIGHT_3, EIGHT_4},
     [BF16 / 8] = {BF16_1, BF16_2, BF16_3, BF16_4},
@@ -276,7 +278,7 @@ static void multiply_block(const Matrix *m, long block, const char *x, long rows
                   x_stride, m->columns, step, out + first + row, out_stride};
         for (long left = rows, inputs; left > 0; left -= inputs) {
             inputs = left == TILE_INPUTS + 1 ? (TILE_INPUTS + 1) / 2 : min(TILE_INPUTS, left);
-            tiles[m->kind / 8][inputs - 1](t);
+            tiles[m->kind / 8][inputs - 1](&t);
             t.x += inputs * x_stride;
             t.out += inputs * out_stride;
         }
