@@ -138,6 +138,12 @@ INLINE uint16_t to_bf16(float number) {
     return ((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16;
 }
 
+INLINE Floats bf16_of(Floats numbers) { /* as to_bf16, but in float32 */
+    Uints bits = (Uints)numbers;
+    Floats rounded = (Floats)((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
+    return blend(numbers == numbers, rounded, numbers);
+}
+
 INLINE long bytes_of(long kind) { return kind == BF16 ? 2 : 4; }
 
 /* Register of numbers as float32. Where fewer than WIDTH are left, zeros follow them. */

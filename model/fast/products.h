@@ -52,19 +52,21 @@ INLINE long input_bytes(long kind, long columns) {
 }
 
 /* Round 32 inputs to int8. NaN and infinity, as integers the largest, make the scale not finite. */
-INLINE void round_to_int8(const float x[GROUP], InputGroup *out) {
-    uint32_t largest = 0;
-    int32_t total = 0;
+INLINE void round_to_int8(const Floats x[GROUP / WIDTH], InputGroup *out) {
+    const int32_t *bits = (const int32_t *)x;
+    int32_t codes[GROUP], largest = 0, total = 0;
     for (int i = 0; i < GROUP; i++) {
-        uint32_t size = bits_of(x[i]) & 0x7FFFFFFF;
+        int32_t size = bits[i] & 0x7FFFFFFF;
         largest = size > largest ? size : largest;
     }
     out->scale = as_float(largest) / 127.0f;
     float inverse = out->scale > 0.0f ? 1.0f / out->scale : 0.0f;
-    for (int i = 0; i < GROUP; i++) {
-        out->codes[i] = (int8_t)bits_of(x[i] * inverse + ROUNDER);
-        total += out->codes[i];
-    }
+    for (int i = 0; i < GROUP; i += WIDTH)
+        AT(Ints, codes + i) = (Ints)(x[i / WIDTH] * inverse + (float)ROUNDER) << 24 >> 24;
+    for (int i = 0; i < GROUP; i++)
+        out->codes[i] = (int8_t)codes[i];
+    for (int i = 0; i < GROUP; i++)
+        total += codes[i];
     out->total = out->scale * (float)total;
 }
 
@@ -73,23 +75,25 @@ INLINE void round_to_int8(const float x[GROUP], InputGroup *out) {
  * they are in the lower and the upper halves of 32 bits. So the inputs are separated, too. */
 static void round_inputs(long kind, const float *x, long columns, char *out) {
     for (long first = 0; first < columns; first += GROUP, out += input_bytes(kind, GROUP)) {
-        float group[GROUP] = {0};
-        memcpy(group, x + first, 4 * min(GROUP, columns - first));
+        Floats group[GROUP / WIDTH];
+        for (int i = 0; i < GROUP; i += WIDTH)
+            group[i / WIDTH] = load(F32, (const char *)(x + first + i), columns - first - i);
         if (kind < BF16)
             round_to_int8(group, (InputGroup *)out);
         if (kind == F32)
             memcpy(out, group, sizeof group);
         if (kind != BF16)
             continue;
-        uint32_t two[LANES]; /* in each, an even column in the lower half and an odd one above */
-        for (int i = 0; i < GROUP; i++)
-            AT(uint16_t, (char *)two + 2 * i) = to_bf16(group[i]);
-        if (HAS_PAIRS)
-            memcpy(out, two, sizeof two);
-        for (int i = 0; !HAS_PAIRS && i < LANES; i++) {
-            AT(uint32_t, out + 4 * i) = two[i] << 16;
-            AT(uint32_t, out + 4 * (LANES + i)) = two[i] & 0xFFFF0000;
-        }
+        for (int i = 0; i < GROUP / WIDTH; i++)
+            group[i] = bf16_of(group[i]);
+        const uint32_t *bits = (const uint32_t *)group;
+        for (int i = 0; i < LANES; i++)
+            if (HAS_PAIRS)
+                AT(uint32_t, out + 4 * i) = bits[2 * i] >> 16 | bits[2 * i + 1];
+            else {
+                AT(uint32_t, out + 4 * i) = bits[2 * i];
+                AT(uint32_t, out + 4 * (LANES + i)) = bits[2 * i + 1];
+            }
     }
 }
 

@@ -12,12 +12,6 @@ typedef struct {
 INLINE Floats smaller(Floats a, Floats b) { return blend(a < b, a, b); }
 INLINE Floats larger(Floats a, Floats b) { return blend(a > b, a, b); }
 
-INLINE Floats bf16_of(Floats numbers) { /* as to_bf16, but in float32 */
-    Uints bits = (Uints)numbers;
-    Floats rounded = (Floats)((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
-    return blend(numbers == numbers, rounded, numbers);
-}
-
 /* Codes 0 to 15 of weights. If all weights of a group are equal, every code is 0. */
 INLINE Ints codes_of(Floats weights, Floats scale, Floats zero) {
     Floats inverse = blend(scale > 0.0f, 1.0f / scale, broadcast(0.0f));
