@@ -77,7 +77,7 @@ static void round_inputs(long kind, const float *x, long columns, char *out) {
     for (long first = 0; first < columns; first += GROUP, out += input_bytes(kind, GROUP)) {
         Floats group[GROUP / WIDTH];
         for (int i = 0; i < GROUP; i += WIDTH)
-            group[i / WIDTH] = load(F32, (const char *)(x + first + i), columns - first - i);
+            group[i / WIDTH] = load(F32, x + first + i, columns - first - i);
         if (kind < BF16)
             round_to_int8(group, (InputGroup *)out);
         if (kind == F32)
@@ -85,7 +85,7 @@ static void round_inputs(long kind, const float *x, long columns, char *out) {
         if (kind != BF16)
             continue;
         for (int i = 0; i < GROUP / WIDTH; i++)
-            group[i] = bf16_of(group[i]);
+            group[i] = to_bf16(group[i]);
         const uint32_t *bits = (const uint32_t *)group;
         for (int i = 0; i < LANES; i++)
             if (HAS_PAIRS)
@@ -238,13 +238,14 @@ INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
                 long row = WIDTH * (part + q);
                 if (kind == EIGHT)
                     found[n][q] *= AT(const Floats, w + 4 * WIDTH * q);
-                store(t.out + n * t.out_stride + row, found[n][q], t.count - row);
+                store(F32, t.out + n * t.out_stride + row, found[n][q], t.count - row);
             }
     }
 }
 
 /* Functions for one to four rows of inputs. As constants, kind and inputs let the compiler keep all
- * sums of a tile in registers. */
+ * sums of a tile in registers. A tile passed by value would stall: it is written field by field, and
+ * its copy reads several at once. */
 #define TILES(kind, multiply)                                                                      \
     static void kind##_1(const Tile *t) { multiply(kind, 1, t); }                                  \
     static void kind##_2(const Tile *t) { multiply(kind, 2, t); }                                  \

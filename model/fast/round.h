@@ -35,8 +35,8 @@ INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *
         Floats s = (high - low) * (float)((1.0 - 2.0 * cut / LEVELS) / LEVELS);
         Floats z = (low + high - s * (float)LEVELS) * 0.5f;
         for (int fit = 0; fit <= FITS; fit++) {
-            s = bf16_of(s);
-            z = bf16_of(z);
+            s = to_bf16(s);
+            z = to_bf16(z);
             Floats error = broadcast(0.0f), mean_code = error, mean_square = error;
             Floats mean_product = error;
             for (int i = 0; i < GROUP; i++) {

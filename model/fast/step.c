@@ -86,7 +86,7 @@ static void embed(const Model *model, const int64_t *tokens, long rows, float *x
         const char *of = model->embedding + tokens[row] * row_bytes(kind, hidden);
         for (long i = 0; i < hidden; i += WIDTH) {
             Floats numbers = load(kind, of + i * bytes_of(kind), hidden - i);
-            store(x + i, numbers * model->embedding_scale, hidden - i);
+            store(F32, x + i, numbers * model->embedding_scale, hidden - i);
         }
     }
 }
@@ -183,11 +183,9 @@ static void finish_heads(void *argument, long piece) {
             }
             char *entry = entries[of_key / key_heads] + position * row_bytes(model->kind, size);
             entry += of_key % key_heads * span->text->head_bytes;
-            for (long i = 0; i < size; i++)
-                if (model->kind == F32)
-                    AT(float, entry + 4 * i) = x[i];
-                else
-                    AT(uint16_t, entry + 2 * i) = to_bf16(x[i]);
+            for (long i = 0; i < size; i += WIDTH)
+                store(model->kind, entry + i * bytes_of(model->kind),
+                      load(F32, x + i, size - i), size - i);
         }
 }
 

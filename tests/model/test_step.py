@@ -361,7 +361,7 @@ NUMBERS = """
             out[i] = of_x;                                   \\
         }                                                    \\
     }
-APPLY(narrowed, as_float((uint32_t)to_bf16(x) << 16))
+APPLY(narrowed, to_bf16(broadcast(x))[0])
 APPLY(powers, exponential(x))
 APPLY(tangents, hyperbolic_tangent(x))
 """
