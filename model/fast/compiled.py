@@ -49,11 +49,8 @@ def machine_flags() -> list[str]:
 def cpu_identity() -> list[str]:
     """Return lines that tell this processor from those that may lack some of its instructions."""
     names = "model name", "flags", "CPU part", "Features"
-    lines = {platform.machine()}
-    with suppress(OSError):
-        told = Path("/proc/cpuinfo").read_text().splitlines()
-        lines.update(line for line in told if line.startswith(names))
-    return sorted(lines)
+    told = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    return sorted({platform.machine(), *(line for line in told if line.startswith(names))})
 
 
 @functools.cache
@@ -72,8 +69,9 @@ def library() -> ctypes.CDLL:
         command = [*compiler(), *flags, str(STEP), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            why = [line for line in done.stderr.splitlines() if "error" in line][:1]
-            raise InputError(f"{command[0]} cannot compile {STEP.name}: {' '.join(why)}")
+            said = done.stderr.splitlines() or [f"it ends with status {done.returncode}"]
+            why = next((line for line in said if "error" in line), said[0])
+            raise InputError(f"{command[0]} cannot compile {STEP.name}: {why}")
         with suppress(OSError):  # a full disk, or a folder that cannot be written
             kept.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=kept.parent) as beside:

@@ -72,6 +72,7 @@ CModel = structure(
     },
 )
 CText = structure("CText", {"entries": c_void_p, "rows start head_bytes": c_long})
+STRUCTURES = CMatrix, CLayer, CModel, CText  # in the order of structure_bytes in step.c
 
 
 def call(function: str, *arguments: object) -> None:
@@ -91,7 +92,10 @@ class FastDecoder(PreparedDecoder):
     abilities = Abilities(LOW_BITS, shares_steps=True, why_rows_vary=None)
 
     def __init__(self, model: Decoder) -> None:
-        library()
+        bytes_there = (c_long * len(STRUCTURES)).in_dll(library(), "structure_bytes")
+        for each, expected in zip(STRUCTURES, bytes_there, strict=True):
+            if ctypes.sizeof(each) != expected:
+                raise TypeError(f"{each.__name__} takes {expected} bytes in step.c, not in cpu.py")
         super().__init__(model)
         model.attend = attend_by_step
         if model.dtype == torch.bfloat16 and not library().has_pairs():
@@ -170,16 +174,16 @@ class Weights:
         self.positions = 1 << (positions - 1).bit_length()
         config = fast.config
         model = fast.model
-        layers = (CLayer * config.num_layers)()
-        parts = zip(layers, model.layers, plan.attention, plan.mlp, strict=True)
-        for layer, block, attention, mlp in parts:
-            self.add_sublayers(layer, block, attention, mlp)
-            for field, name in NORMS[config.block].items():
-                setattr(layer, field, self.scales(block.get_submodule(name)))
         angles = {rope: self.angles(rope, config.head_dim) for rope in set(config.ropes)}
-        for layer, rope, window in zip(layers, config.ropes, config.windows, strict=True):
-            layer.cos, layer.sin = angles[rope]
-            layer.window = window or UNLIMITED
+        parts = zip(
+            model.layers, plan.attention, plan.mlp, config.ropes, config.windows, strict=True
+        )
+        layers = (CLayer * config.num_layers)(
+            *(
+                self.layer(block, attention, mlp, angles[rope], window, NORMS[config.block])
+                for block, attention, mlp, rope, window in parts
+            )
+        )
         self.owned.append(layers)
         self.model = CModel(
             layers=ctypes.addressof(layers),
@@ -202,20 +206,32 @@ class Weights:
             is_gelu=config.block == "gemma2",
         )
 
-    def add_sublayers(
-        self, layer: ctypes.Structure, block: nn.Module, attention: int, mlp: int
-    ) -> None:
-        """Set the linear layers of a block, each in its number of bits, and its heads' norms."""
+    def layer(
+        self,
+        block: nn.Module,
+        attention: int,
+        mlp: int,
+        angles: list[int],
+        window: int | None,
+        names: dict[str, str],
+    ) -> ctypes.Structure:
+        """Return the weights of a block, those of each sublayer in its number of bits."""
         of = block.self_attn
-        projections = of.q_proj, of.k_proj, of.v_proj
-        layer.qkv = tuple(self.matrix(each, attention) for each in projections)
-        layer.o = self.matrix(of.o_proj, attention)
+        norms = {field: self.scales(block.get_submodule(name)) for field, name in names.items()}
         if of.config.head_norms:
-            layer.q_norm = self.scales(of.q_norm)
-            layer.k_norm = self.scales(of.k_norm)
-        of = block.mlp
-        layer.gate_up = tuple(self.matrix(each, mlp) for each in (of.gate_proj, of.up_proj))
-        layer.down = self.matrix(of.down_proj, mlp)
+            norms |= {"q_norm": self.scales(of.q_norm), "k_norm": self.scales(of.k_norm)}
+        return CLayer(
+            qkv=tuple(self.matrix(each, attention) for each in (of.q_proj, of.k_proj, of.v_proj)),
+            o=self.matrix(of.o_proj, attention),
+            gate_up=tuple(
+                self.matrix(each, mlp) for each in (block.mlp.gate_proj, block.mlp.up_proj)
+            ),
+            down=self.matrix(block.mlp.down_proj, mlp),
+            cos=angles[0],
+            sin=angles[1],
+            window=window or UNLIMITED,
+            **norms,
+        )
 
     def address(self, tensor: Tensor) -> int:
         """Return the address of a tensor, which is kept."""

@@ -44,6 +44,9 @@ typedef struct {          /* rows of one text, at positions that follow each oth
     long head_bytes;      /* from one head's entries to the next */
 } Text;
 
+/* Bytes of these structures, which model/fast/cpu.py mirrors. */
+const long structure_bytes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Text)};
+
 typedef struct { /* rows of a text that attend together: they read its keys and values once */
     const Text *text;
     long row, rows, start; /* row: the first one's number in the step */
