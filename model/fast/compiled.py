@@ -46,20 +46,16 @@ def machine_flags() -> list[str]:
     return f"-mcpu={name}".split() if is_arm else f"{TUNING} -march={name}".split()
 
 
-def cpu_identity() -> list[str]:
-    """Return lines that tell this processor from those that may lack some of its instructions."""
-    names = "model name", "flags", "CPU part", "Features"
-    told = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    return sorted({platform.machine(), *(line for line in told if line.startswith(names))})
-
-
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the compiled step. It is kept in the cache folder, by its source, the compiler's
     options and the processor. Raises InputError where it cannot be compiled.
     """
     flags = [*FLAGS, *machine_flags()]
-    machine = hashlib.sha256("\n".join([*flags, *cpu_identity()]).encode()).hexdigest()
+    told = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    names = "model name", "flags", "CPU part", "Features"
+    processor = {platform.machine(), *(line for line in told if line.startswith(names))}
+    machine = hashlib.sha256("\n".join([*flags, *sorted(processor)]).encode()).hexdigest()
     kept = cache_folder() / "step" / f"{version(SOURCES)}-{machine[:16]}.so"
     with suppress(OSError):  # absent, or damaged
         return ctypes.CDLL(str(kept))

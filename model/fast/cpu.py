@@ -38,7 +38,6 @@ NORMS = {  # of a block: fields of a layer in step.c, and their names here
         "mlp_post_norm": "post_feedforward_layernorm",
     },
 }
-UNLIMITED = 1 << 60  # positions
 one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
 
 
@@ -76,10 +75,13 @@ STRUCTURES = CMatrix, CLayer, CModel, CText  # in the order of structure_bytes i
 
 
 def call(function: str, *arguments: object) -> None:
-    """Call a function of ``step.c`` on torch's number of threads."""
+    """Call a function of ``step.c`` on torch's number of threads, with tensors by address."""
+    of_step = [
+        c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments
+    ]
     with one_at_a_time:
         library().use_threads(c_long(torch.get_num_threads()))
-        getattr(library(), function)(*arguments)
+        getattr(library(), function)(*of_step)
 
 
 class FastDecoder(PreparedDecoder):
@@ -148,8 +150,7 @@ class FastDecoder(PreparedDecoder):
         all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls])
         logits = torch.empty(len(all_tokens), self.vocab_size)
         array = (CText * len(texts))(*texts)
-        places = [c_void_p(each.data_ptr()) for each in (all_tokens, logits)]
-        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), *places)
+        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), all_tokens, logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, -1) for each, (tokens, _, _) in by_call]
 
@@ -229,7 +230,7 @@ class Weights:
             down=self.matrix(block.mlp.down_proj, mlp),
             cos=angles[0],
             sin=angles[1],
-            window=window or UNLIMITED,
+            window=window or 0,
             **norms,
         )
 
@@ -245,8 +246,8 @@ class Weights:
         weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
         kind = KINDS[product.weight.dtype] if bits == FULL else bits
         bias = getattr(product, "bias", None)
-        bias = None if bias is None else self.address(bias.float())
-        return CMatrix(self.address(weight), bias, kind, *product.weight.shape)
+        place = None if bias is None else self.address(bias.float())
+        return CMatrix(self.address(weight), place, kind, *product.weight.shape)
 
     def scales(self, norm: RMSNorm) -> int:
         """Return the address of the factors by which a norm scales, float32."""
@@ -268,8 +269,7 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tens
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
     matrix = CMatrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
-    places = [c_void_p(each.data_ptr()) for each in (shares, copy)]
-    call("round_weights", ctypes.byref(matrix), c_long(bits), *places)
+    call("round_weights", ctypes.byref(matrix), c_long(bits), shares, copy)
     return copy
 
 
@@ -300,7 +300,7 @@ def attend_by_step(
         v = v.contiguous()
     queries = q.transpose(1, 2).float().contiguous()
     out = torch.empty_like(queries)
-    layer = CLayer(window=window or UNLIMITED)
+    layer = CLayer(window=window or 0)
     model = CModel(
         layers=ctypes.addressof(layer),
         kind=KINDS[k.dtype],
@@ -314,8 +314,7 @@ def attend_by_step(
     )
     for text in range(batch):
         entries = (c_void_p * 2)(k[text].data_ptr(), v[text].data_ptr())
-        head_bytes = k.stride(1) * k.itemsize
-        of = CText(ctypes.addressof(entries), count, k.shape[2] - count, head_bytes)
-        places = [c_void_p(each[text].data_ptr()) for each in (queries, out)]
-        call("attend", ctypes.byref(model), ctypes.byref(of), *places)
+        start = k.shape[2] - count
+        of = CText(ctypes.addressof(entries), count, start, k.stride(1) * k.itemsize)
+        call("attend", ctypes.byref(model), ctypes.byref(of), queries[text], out[text])
     return out.to(q.dtype).transpose(1, 2)

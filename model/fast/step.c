@@ -23,7 +23,7 @@ typedef struct {
     const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden] */
     const float *q_norm, *k_norm; /* [size] or NULL, as the norms after a sublayer */
     const float *cos, *sin;       /* [positions, size / 2] */
-    long window;                  /* positions that a query attends to */
+    long window;                  /* positions that a query attends to; 0 for all */
 } Layer;
 
 typedef struct {
@@ -196,7 +196,8 @@ enum { SINKS = 4 }; /* first positions, which a plan's window does not hide */
 
 /* Positions [range[0], range[1]) of a chunk, counted from its first, that a row attends to. */
 static void find_visible(const Step *s, long chunk, long position, long range[2]) {
-    long oldest = max(0, position + 1 - s->layer->window), first = chunk * CHUNK;
+    long window = s->layer->window, first = chunk * CHUNK;
+    long oldest = window ? max(0, position + 1 - window) : 0;
     long newest = max(oldest, position + 1 - s->model->newest);
     if (!s->model->newest || newest <= SINKS) /* nothing is hidden */
         newest = oldest;
