@@ -177,20 +177,22 @@ INLINE void add_values(long kind, int queries, const char *values, long row, lon
         AT(Floats, out + i / 2 * stride + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
-/* The same for any number of queries, in all columns: values [positions, size]. */
+/* The same for any number of queries, in all columns: values [positions, size]. Columns that fill
+ * less than two registers are added query by query. */
 static void add_all_values(long kind, long queries, const char *values, long begin, long end,
                            long size, const char *weights, float *out, long stride) {
     long row = size * bytes_of(kind), bytes = CHUNK * weight_bytes(kind), taken;
     for (long column = 0; column < size && begin < end; column += 2 * WIDTH)
-        for (long query = 0; query < queries; query += taken) {
+        for (long query = 0, left = size - column; query < queries; query += taken) {
             const char *of = values + column * bytes_of(kind), *by = weights + query * bytes;
             float *to = out + query * stride + column;
-            long left = size - column;
             taken = left < 2 * WIDTH ? 1 : min(MANY, queries - query);
-            if (left < 2 * WIDTH)
+            if (left < 2 * WIDTH) {
                 add_values(kind, 1, of, row, left, begin, end, by, to, stride);
+                continue;
+            }
 #pragma GCC unroll 8
-            for (int n = 1; left >= 2 * WIDTH && n <= MANY; n++)
+            for (int n = 1; n <= MANY; n++)
                 if (n == taken && kind == BF16)
                     add_values(BF16, n, of, row, 2 * WIDTH, begin, end, by, to, stride);
                 else if (n == taken)

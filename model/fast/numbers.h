@@ -205,8 +205,10 @@ static float sum_of(const float *x, long count, int squares) {
     float lanes[4][LANES] = {0};
     long whole = count / LANES * LANES;
     for (long i = 0; i < whole; i += LANES)
-        for (int lane = 0; lane < LANES; lane++)
-            lanes[0][lane] = __builtin_fmaf(x[i + lane], squares ? x[i + lane] : 1.0f, lanes[0][lane]);
+        for (int lane = 0; lane < LANES; lane++) {
+            float number = x[i + lane];
+            lanes[0][lane] = __builtin_fmaf(number, squares ? number : 1.0f, lanes[0][lane]);
+        }
     for (long i = whole; i < count; i++)
         lanes[0][i - whole] = __builtin_fmaf(x[i], squares ? x[i] : 1.0f, lanes[0][i - whole]);
     return add_lanes(lanes)[0];
