@@ -106,8 +106,8 @@ INLINE Ints add_halves(Ints sum) {
 #endif
 }
 
-/* Compute a sum before what follows, where GCC would delay additions until its sixteen registers run
- * out. With 32 registers this would only be an obstacle. */
+/* Compute a sum before what follows, where GCC would delay additions until its sixteen registers
+ * run out. With 32 registers this would only be an obstacle. */
 INLINE void compute_now(Ints *sum) {
 #if defined __AVX2__ && !defined WIDE
     __asm__("" : "+x"(*sum));

@@ -244,8 +244,8 @@ INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
 }
 
 /* Functions for one to four rows of inputs. As constants, kind and inputs let the compiler keep all
- * sums of a tile in registers. A tile passed by value would stall: it is written field by field, and
- * its copy reads several at once. */
+ * sums of a tile in registers. A tile passed by value would stall the processor: it is written
+ * field by field, and its copy reads several fields at once. */
 #define TILES(kind, multiply)                                                                      \
     static void kind##_1(const Tile *t) { multiply(kind, 1, t); }                                  \
     static void kind##_2(const Tile *t) { multiply(kind, 2, t); }                                  \
