@@ -117,8 +117,8 @@ static void weigh(float *scores, const long visible[2], float scale, float cap, 
         scores[--begin] = 0.0f;
     if (end % 2)
         scores[end++] = 0.0f;
-    for (long i = begin; rounded && i < end; i++)
-        rounded[i] = to_bf16(scores[i]);
+    for (long i = begin; rounded && i < end; i += WIDTH)
+        store(BF16, rounded + i, load(F32, scores + i, end - i), end - i);
 }
 
 /* Numbers of a weighted sum: the columns of a head, filled up to two registers. Where pairs are
@@ -177,30 +177,27 @@ INLINE void add_values(long kind, int queries, const char *values, long row, lon
         AT(Floats, out + i / 2 * stride + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
-/* The same for any number of queries, in all columns: values [positions, size]. Where less than two
- * registers are left, they are filled from the next position, but not for the last two. */
+/* The same for any number of queries, in all columns: values [positions, size]. Columns that fill
+ * less than two registers are added query by query. */
 static void add_all_values(long kind, long queries, const char *values, long begin, long end,
                            long size, const char *weights, float *out, long stride) {
     long row = size * bytes_of(kind), bytes = CHUNK * weight_bytes(kind), taken;
-    for (long column = 0; column < size && begin < end; column += 2 * WIDTH) {
-        long left = size - column, missing = max(0, 2 * WIDTH - left);
-        long whole = missing <= size ? max(begin, (end - 1) & ~1) : begin; /* until there */
-        if (!missing)
-            whole = end;
-        for (long query = 0; query < queries; query += taken) {
+    for (long column = 0; column < size && begin < end; column += 2 * WIDTH)
+        for (long query = 0, left = size - column; query < queries; query += taken) {
             const char *of = values + column * bytes_of(kind), *by = weights + query * bytes;
             float *to = out + query * stride + column;
-            taken = min(MANY, queries - query);
+            taken = left < 2 * WIDTH ? 1 : min(MANY, queries - query);
+            if (left < 2 * WIDTH) {
+                add_values(kind, 1, of, row, left, begin, end, by, to, stride);
+                continue;
+            }
 #pragma GCC unroll 8
             for (int n = 1; n <= MANY; n++)
-                if (n == taken && begin < whole && kind == BF16)
-                    add_values(BF16, n, of, row, 2 * WIDTH, begin, whole, by, to, stride);
-                else if (n == taken && begin < whole)
-                    add_values(F32, n, of, row, 2 * WIDTH, begin, whole, by, to, stride);
-            for (long n = 0; whole < end && n < taken; n++)
-                add_values(kind, 1, of, row, left, whole, end, by + n * bytes, to + n * stride, 0);
+                if (n == taken && kind == BF16)
+                    add_values(BF16, n, of, row, 2 * WIDTH, begin, end, by, to, stride);
+                else if (n == taken)
+                    add_values(F32, n, of, row, 2 * WIDTH, begin, end, by, to, stride);
         }
-    }
 }
 
 /* Add the weighted values of the positions that each row sees: visible [rows, 2], where a later row

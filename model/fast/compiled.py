@@ -46,23 +46,16 @@ def machine_flags() -> list[str]:
     return f"-mcpu={name}".split() if is_arm else f"{TUNING} -march={name}".split()
 
 
-def cpu_identity() -> list[str]:
-    """Return lines that tell this processor from those that may lack some of its instructions."""
-    names = "model name", "flags", "CPU part", "Features"
-    lines = {platform.machine()}
-    with suppress(OSError):
-        told = Path("/proc/cpuinfo").read_text().splitlines()
-        lines.update(line for line in told if line.startswith(names))
-    return sorted(lines)
-
-
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the compiled step. It is kept in the cache folder, by its source, the compiler's
     options and the processor. Raises InputError where it cannot be compiled.
     """
     flags = [*FLAGS, *machine_flags()]
-    machine = hashlib.sha256("\n".join([*flags, *cpu_identity()]).encode()).hexdigest()
+    told = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    names = "model name", "flags", "CPU part", "Features"
+    processor = {platform.machine(), *(line for line in told if line.startswith(names))}
+    machine = hashlib.sha256("\n".join([*flags, *sorted(processor)]).encode()).hexdigest()
     kept = cache_folder() / "step" / f"{version(SOURCES)}-{machine[:16]}.so"
     with suppress(OSError):  # absent, or damaged
         return ctypes.CDLL(str(kept))
@@ -72,8 +65,9 @@ def library() -> ctypes.CDLL:
         command = [*compiler(), *flags, str(STEP), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            why = [line for line in done.stderr.splitlines() if "error" in line][:1]
-            raise InputError(f"{command[0]} cannot compile {STEP.name}: {' '.join(why)}")
+            said = done.stderr.splitlines() or [f"it ends with status {done.returncode}"]
+            why = next((line for line in said if "error" in line), said[0])
+            raise InputError(f"{command[0]} cannot compile {STEP.name}: {why}")
         with suppress(OSError):  # a full disk, or a folder that cannot be written
             kept.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=kept.parent) as beside:

@@ -38,7 +38,6 @@ NORMS = {  # of a block: fields of a layer in step.c, and their names here
         "mlp_post_norm": "post_feedforward_layernorm",
     },
 }
-UNLIMITED = 1 << 60  # positions
 one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
 
 
@@ -72,13 +71,17 @@ CModel = structure(
     },
 )
 CText = structure("CText", {"entries": c_void_p, "rows start head_bytes": c_long})
+STRUCTURES = CMatrix, CLayer, CModel, CText  # in the order of structure_bytes in step.c
 
 
 def call(function: str, *arguments: object) -> None:
-    """Call a function of ``step.c`` on torch's number of threads."""
+    """Call a function of ``step.c`` on torch's number of threads, with tensors by address."""
+    of_step = [
+        c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments
+    ]
     with one_at_a_time:
         library().use_threads(c_long(torch.get_num_threads()))
-        getattr(library(), function)(*arguments)
+        getattr(library(), function)(*of_step)
 
 
 class FastDecoder(PreparedDecoder):
@@ -91,7 +94,10 @@ class FastDecoder(PreparedDecoder):
     abilities = Abilities(LOW_BITS, shares_steps=True, why_rows_vary=None)
 
     def __init__(self, model: Decoder) -> None:
-        library()
+        bytes_there = (c_long * len(STRUCTURES)).in_dll(library(), "structure_bytes")
+        for each, expected in zip(STRUCTURES, bytes_there, strict=True):
+            if ctypes.sizeof(each) != expected:
+                raise TypeError(f"{each.__name__} takes {expected} bytes in step.c, not in cpu.py")
         super().__init__(model)
         model.attend = attend_by_step
         if model.dtype == torch.bfloat16 and not library().has_pairs():
@@ -144,8 +150,7 @@ class FastDecoder(PreparedDecoder):
         all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls])
         logits = torch.empty(len(all_tokens), self.vocab_size)
         array = (CText * len(texts))(*texts)
-        places = [c_void_p(each.data_ptr()) for each in (all_tokens, logits)]
-        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), *places)
+        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), all_tokens, logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, -1) for each, (tokens, _, _) in by_call]
 
@@ -170,16 +175,16 @@ class Weights:
         self.positions = 1 << (positions - 1).bit_length()
         config = fast.config
         model = fast.model
-        layers = (CLayer * config.num_layers)()
-        parts = zip(layers, model.layers, plan.attention, plan.mlp, strict=True)
-        for layer, block, attention, mlp in parts:
-            self.add_sublayers(layer, block, attention, mlp)
-            for field, name in NORMS[config.block].items():
-                setattr(layer, field, self.scales(block.get_submodule(name)))
         angles = {rope: self.angles(rope, config.head_dim) for rope in set(config.ropes)}
-        for layer, rope, window in zip(layers, config.ropes, config.windows, strict=True):
-            layer.cos, layer.sin = angles[rope]
-            layer.window = window or UNLIMITED
+        parts = zip(
+            model.layers, plan.attention, plan.mlp, config.ropes, config.windows, strict=True
+        )
+        layers = (CLayer * config.num_layers)(
+            *(
+                self.layer(block, attention, mlp, angles[rope], window, NORMS[config.block])
+                for block, attention, mlp, rope, window in parts
+            )
+        )
         self.owned.append(layers)
         self.model = CModel(
             layers=ctypes.addressof(layers),
@@ -202,20 +207,32 @@ class Weights:
             is_gelu=config.activation != "silu",
         )
 
-    def add_sublayers(
-        self, layer: ctypes.Structure, block: nn.Module, attention: int, mlp: int
-    ) -> None:
-        """Set the linear layers of a block, each in its number of bits, and its heads' norms."""
+    def layer(
+        self,
+        block: nn.Module,
+        attention: int,
+        mlp: int,
+        angles: list[int],
+        window: int | None,
+        names: dict[str, str],
+    ) -> ctypes.Structure:
+        """Return the weights of a block, those of each sublayer in its number of bits."""
         of = block.self_attn
-        projections = of.q_proj, of.k_proj, of.v_proj
-        layer.qkv = tuple(self.matrix(each, attention) for each in projections)
-        layer.o = self.matrix(of.o_proj, attention)
+        norms = {field: self.scales(block.get_submodule(name)) for field, name in names.items()}
         if of.config.head_norms:
-            layer.q_norm = self.scales(of.q_norm)
-            layer.k_norm = self.scales(of.k_norm)
-        of = block.mlp
-        layer.gate_up = tuple(self.matrix(each, mlp) for each in (of.gate_proj, of.up_proj))
-        layer.down = self.matrix(of.down_proj, mlp)
+            norms |= {"q_norm": self.scales(of.q_norm), "k_norm": self.scales(of.k_norm)}
+        return CLayer(
+            qkv=tuple(self.matrix(each, attention) for each in (of.q_proj, of.k_proj, of.v_proj)),
+            o=self.matrix(of.o_proj, attention),
+            gate_up=tuple(
+                self.matrix(each, mlp) for each in (block.mlp.gate_proj, block.mlp.up_proj)
+            ),
+            down=self.matrix(block.mlp.down_proj, mlp),
+            cos=angles[0],
+            sin=angles[1],
+            window=window or 0,
+            **norms,
+        )
 
     def address(self, tensor: Tensor) -> int:
         """Return the address of a tensor, which is kept."""
@@ -229,8 +246,8 @@ class Weights:
         weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
         kind = KINDS[product.weight.dtype] if bits == FULL else bits
         bias = getattr(product, "bias", None)
-        bias = None if bias is None else self.address(bias.float())
-        return CMatrix(self.address(weight), bias, kind, *product.weight.shape)
+        place = None if bias is None else self.address(bias.float())
+        return CMatrix(self.address(weight), place, kind, *product.weight.shape)
 
     def scales(self, norm: RMSNorm) -> int:
         """Return the address of the factors by which a norm scales, float32."""
@@ -252,8 +269,7 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tens
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
     matrix = CMatrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
-    places = [c_void_p(each.data_ptr()) for each in (shares, copy)]
-    call("round_weights", ctypes.byref(matrix), c_long(bits), *places)
+    call("round_weights", ctypes.byref(matrix), c_long(bits), shares, copy)
     return copy
 
 
@@ -284,7 +300,7 @@ def attend_by_step(
         v = v.contiguous()
     queries = q.transpose(1, 2).float().contiguous()
     out = torch.empty_like(queries)
-    layer = CLayer(window=window or UNLIMITED)
+    layer = CLayer(window=window or 0)
     model = CModel(
         layers=ctypes.addressof(layer),
         kind=KINDS[k.dtype],
@@ -298,8 +314,7 @@ def attend_by_step(
     )
     for text in range(batch):
         entries = (c_void_p * 2)(k[text].data_ptr(), v[text].data_ptr())
-        head_bytes = k.stride(1) * k.itemsize
-        of = CText(ctypes.addressof(entries), count, k.shape[2] - count, head_bytes)
-        places = [c_void_p(each[text].data_ptr()) for each in (queries, out)]
-        call("attend", ctypes.byref(model), ctypes.byref(of), *places)
+        start = k.shape[2] - count
+        of = CText(ctypes.addressof(entries), count, start, k.stride(1) * k.itemsize)
+        call("attend", ctypes.byref(model), ctypes.byref(of), queries[text], out[text])
     return out.to(q.dtype).transpose(1, 2)

@@ -106,8 +106,8 @@ INLINE Ints add_halves(Ints sum) {
 #endif
 }
 
-/* Compute a sum before what follows, where GCC would delay additions until its sixteen registers run
- * out. With 32 registers this would only be an obstacle. */
+/* Compute a sum before what follows, where GCC would delay additions until its sixteen registers
+ * run out. With 32 registers this would only be an obstacle. */
 INLINE void compute_now(Ints *sum) {
 #if defined __AVX2__ && !defined WIDE
     __asm__("" : "+x"(*sum));
@@ -132,16 +132,17 @@ INLINE Floats blend(Ints where, Floats a, Floats b) {
 INLINE float as_float(uint32_t bits) { return AT(float, &bits); }
 INLINE uint32_t bits_of(float number) { return AT(uint32_t, &number); }
 
-/* Nearest bfloat16 number, of two the even one; NaN stays NaN. */
-INLINE uint16_t to_bf16(float number) {
-    uint32_t bits = bits_of(number), rounded = bits + 0x7FFF + (bits >> 16 & 1);
-    return ((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16;
+/* Nearest bfloat16 numbers, of two the even one, in float32; NaN stays NaN. */
+INLINE Floats to_bf16(Floats numbers) {
+    Uints bits = (Uints)numbers, rounded = bits + 0x7FFF + (bits >> 16 & 1);
+    Floats found = blend(numbers == numbers, (Floats)rounded, (Floats)(bits | 0x400000));
+    return (Floats)((Uints)found & 0xFFFF0000);
 }
 
 INLINE long bytes_of(long kind) { return kind == BF16 ? 2 : 4; }
 
 /* Register of numbers as float32. Where fewer than WIDTH are left, zeros follow them. */
-INLINE Floats load(long kind, const char *place, long left) {
+INLINE Floats load(long kind, const void *place, long left) {
     char some[4 * WIDTH] = {0};
     if (left < WIDTH) {
         memcpy(some, place, max(0, left) * bytes_of(kind));
@@ -152,12 +153,15 @@ INLINE Floats load(long kind, const char *place, long left) {
     return (Floats)(__builtin_convertvector(AT(const Shorts, place), Uints) << 16);
 }
 
-/* Store a register, or as much of it as is left of a row. */
-INLINE void store(float *place, Floats numbers, long left) {
-    if (left >= WIDTH)
+/* Store a register of float32 as numbers of a kind, or as much of it as is left of a row. */
+INLINE void store(long kind, void *place, Floats numbers, long left) {
+    Shorts narrow = __builtin_convertvector((Uints)to_bf16(numbers) >> 16, Shorts);
+    if (left < WIDTH)
+        memcpy(place, kind == F32 ? (void *)&numbers : &narrow, max(0, left) * bytes_of(kind));
+    else if (kind == F32)
         AT(Floats, place) = numbers;
     else
-        memcpy(place, &numbers, 4 * max(0, left));
+        AT(Shorts, place) = narrow;
 }
 
 enum { ROUNDER = 3 << 22 }; /* float32 numbers of this size have no fraction: adding it rounds */
@@ -199,16 +203,13 @@ INLINE Four add_lanes(float lanes[4][LANES]) {
 /* Sum of [count] numbers, or of their squares. */
 static float sum_of(const float *x, long count, int squares) {
     float lanes[4][LANES] = {0};
-    for (int part = 0; part < PARTS; part++) {
-        Floats sum = broadcast(0.0f), one = broadcast(1.0f);
-        long i = WIDTH * part;
-        for (; i + WIDTH <= count; i += LANES) {
-            Floats numbers = AT(const Floats, x + i);
-            sum = multiply_add(numbers, squares ? numbers : one, sum);
+    long whole = count / LANES * LANES;
+    for (long i = 0; i < whole; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            float number = x[i + lane];
+            lanes[0][lane] = __builtin_fmaf(number, squares ? number : 1.0f, lanes[0][lane]);
         }
-        Floats last = load(F32, (const char *)(x + i), count - i);
-        sum = multiply_add(last, squares ? last : one, sum);
-        AT(Floats, lanes[0] + WIDTH * part) = sum;
-    }
+    for (long i = whole; i < count; i++)
+        lanes[0][i - whole] = __builtin_fmaf(x[i], squares ? x[i] : 1.0f, lanes[0][i - whole]);
     return add_lanes(lanes)[0];
 }

@@ -52,19 +52,21 @@ INLINE long input_bytes(long kind, long columns) {
 }
 
 /* Round 32 inputs to int8. NaN and infinity, as integers the largest, make the scale not finite. */
-INLINE void round_to_int8(const float x[GROUP], InputGroup *out) {
-    uint32_t largest = 0;
-    int32_t total = 0;
+INLINE void round_to_int8(const Floats x[GROUP / WIDTH], InputGroup *out) {
+    const int32_t *bits = (const int32_t *)x;
+    int32_t codes[GROUP], largest = 0, total = 0;
     for (int i = 0; i < GROUP; i++) {
-        uint32_t size = bits_of(x[i]) & 0x7FFFFFFF;
+        int32_t size = bits[i] & 0x7FFFFFFF;
         largest = size > largest ? size : largest;
     }
     out->scale = as_float(largest) / 127.0f;
     float inverse = out->scale > 0.0f ? 1.0f / out->scale : 0.0f;
-    for (int i = 0; i < GROUP; i++) {
-        out->codes[i] = (int8_t)bits_of(x[i] * inverse + ROUNDER);
-        total += out->codes[i];
-    }
+    for (int i = 0; i < GROUP; i += WIDTH)
+        AT(Ints, codes + i) = (Ints)(x[i / WIDTH] * inverse + (float)ROUNDER) << 24 >> 24;
+    for (int i = 0; i < GROUP; i++)
+        out->codes[i] = (int8_t)codes[i];
+    for (int i = 0; i < GROUP; i++)
+        total += codes[i];
     out->total = out->scale * (float)total;
 }
 
@@ -73,23 +75,25 @@ INLINE void round_to_int8(const float x[GROUP], InputGroup *out) {
  * they are in the lower and the upper halves of 32 bits. So the inputs are separated, too. */
 static void round_inputs(long kind, const float *x, long columns, char *out) {
     for (long first = 0; first < columns; first += GROUP, out += input_bytes(kind, GROUP)) {
-        float group[GROUP] = {0};
-        memcpy(group, x + first, 4 * min(GROUP, columns - first));
+        Floats group[GROUP / WIDTH];
+        for (int i = 0; i < GROUP; i += WIDTH)
+            group[i / WIDTH] = load(F32, x + first + i, columns - first - i);
         if (kind < BF16)
             round_to_int8(group, (InputGroup *)out);
         if (kind == F32)
             memcpy(out, group, sizeof group);
         if (kind != BF16)
             continue;
-        uint32_t two[LANES]; /* in each, an even column in the lower half and an odd one above */
-        for (int i = 0; i < GROUP; i++)
-            AT(uint16_t, (char *)two + 2 * i) = to_bf16(group[i]);
-        if (HAS_PAIRS)
-            memcpy(out, two, sizeof two);
-        for (int i = 0; !HAS_PAIRS && i < LANES; i++) {
-            AT(uint32_t, out + 4 * i) = two[i] << 16;
-            AT(uint32_t, out + 4 * (LANES + i)) = two[i] & 0xFFFF0000;
-        }
+        for (int i = 0; i < GROUP / WIDTH; i++)
+            group[i] = to_bf16(group[i]);
+        const uint32_t *bits = (const uint32_t *)group;
+        for (int i = 0; i < LANES; i++)
+            if (HAS_PAIRS)
+                AT(uint32_t, out + 4 * i) = bits[2 * i] >> 16 | bits[2 * i + 1];
+            else {
+                AT(uint32_t, out + 4 * i) = bits[2 * i];
+                AT(uint32_t, out + 4 * (LANES + i)) = bits[2 * i + 1];
+            }
     }
 }
 
@@ -130,7 +134,8 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
 
 /* Products of a tile: [4, columns] of BF16 or F32, [inputs, columns] -> [inputs, 4]. The next two
  * blocks are prefetched line by line, so that memory sees one stream. */
-INLINE void multiply_wide(long kind, int inputs, Tile t) {
+INLINE void multiply_wide(long kind, int inputs, const Tile *tile) {
+    const Tile t = *tile;
     float lanes[4][BLOCK][LANES] __attribute__((aligned(64)));
     int parts = inputs == 1 && PARTS > 1 ? 2 : 1; /* at a time, which occupy the multipliers */
     long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP);
@@ -193,7 +198,8 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
 }
 
 /* Products of a tile in low bits: [16, columns], [inputs, columns] -> [inputs, 16]. */
-INLINE void multiply_codes(long kind, int inputs, Tile t) {
+INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
+    const Tile t = *tile;
     int parts = inputs == 1 ? PARTS : 1; /* at a time, which share the inputs in registers */
     long groups = groups_of(t.columns), bytes = kind == FOUR ? FOUR_GROUP : EIGHT_GROUP;
 #pragma GCC unroll 4
@@ -232,24 +238,25 @@ INLINE void multiply_codes(long kind, int inputs, Tile t) {
                 long row = WIDTH * (part + q);
                 if (kind == EIGHT)
                     found[n][q] *= AT(const Floats, w + 4 * WIDTH * q);
-                store(t.out + n * t.out_stride + row, found[n][q], t.count - row);
+                store(F32, t.out + n * t.out_stride + row, found[n][q], t.count - row);
             }
     }
 }
 
 /* Functions for one to four rows of inputs. As constants, kind and inputs let the compiler keep all
- * sums of a tile in registers. */
+ * sums of a tile in registers. A tile passed by value would stall the processor: it is written
+ * field by field, and its copy reads several fields at once. */
 #define TILES(kind, multiply)                                                                      \
-    static void kind##_1(Tile t) { multiply(kind, 1, t); }                                         \
-    static void kind##_2(Tile t) { multiply(kind, 2, t); }                                         \
-    static void kind##_3(Tile t) { multiply(kind, 3, t); }                                         \
-    static void kind##_4(Tile t) { multiply(kind, 4, t); }
+    static void kind##_1(const Tile *t) { multiply(kind, 1, t); }                                  \
+    static void kind##_2(const Tile *t) { multiply(kind, 2, t); }                                  \
+    static void kind##_3(const Tile *t) { multiply(kind, 3, t); }                                  \
+    static void kind##_4(const Tile *t) { multiply(kind, 4, t); }
 TILES(FOUR, multiply_codes)
 TILES(EIGHT, multiply_codes)
 TILES(BF16, multiply_wide)
 TILES(F32, multiply_wide)
 
-static void (*const tiles[][4])(Tile) = {
+static void (*const tiles[][4])(const Tile *) = {
     [FOUR / 8] = {FOUR_1, FOUR_2, FOUR_3, FOUR_4},
     [EIGHT / 8] = {EIGHT_1, EIGHT_2, EIGHT_3, EIGHT_4},
     [BF16 / 8] = {BF16_1, BF16_2, BF16_3, BF16_4},
@@ -276,7 +283,7 @@ static void multiply_block(const Matrix *m, long block, const char *x, long rows
                   x_stride, m->columns, step, out + first + row, out_stride};
         for (long left = rows, inputs; left > 0; left -= inputs) {
             inputs = left == TILE_INPUTS + 1 ? (TILE_INPUTS + 1) / 2 : min(TILE_INPUTS, left);
-            tiles[m->kind / 8][inputs - 1](t);
+            tiles[m->kind / 8][inputs - 1](&t);
             t.x += inputs * x_stride;
             t.out += inputs * out_stride;
         }

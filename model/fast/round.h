@@ -12,12 +12,6 @@ typedef struct {
 INLINE Floats smaller(Floats a, Floats b) { return blend(a < b, a, b); }
 INLINE Floats larger(Floats a, Floats b) { return blend(a > b, a, b); }
 
-INLINE Floats bf16_of(Floats numbers) { /* as to_bf16, but in float32 */
-    Uints bits = (Uints)numbers;
-    Floats rounded = (Floats)((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
-    return blend(numbers == numbers, rounded, numbers);
-}
-
 /* Codes 0 to 15 of weights. If all weights of a group are equal, every code is 0. */
 INLINE Ints codes_of(Floats weights, Floats scale, Floats zero) {
     Floats inverse = blend(scale > 0.0f, 1.0f / scale, broadcast(0.0f));
@@ -41,8 +35,8 @@ INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *
         Floats s = (high - low) * (float)((1.0 - 2.0 * cut / LEVELS) / LEVELS);
         Floats z = (low + high - s * (float)LEVELS) * 0.5f;
         for (int fit = 0; fit <= FITS; fit++) {
-            s = bf16_of(s);
-            z = bf16_of(z);
+            s = to_bf16(s);
+            z = to_bf16(z);
             Floats error = broadcast(0.0f), mean_code = error, mean_square = error;
             Floats mean_product = error;
             for (int i = 0; i < GROUP; i++) {

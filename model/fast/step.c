@@ -23,7 +23,7 @@ typedef struct {
     const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden] */
     const float *q_norm, *k_norm; /* [size] or NULL, as the norms after a sublayer */
     const float *cos, *sin;       /* [positions, size / 2] */
-    long window;                  /* positions that a query attends to */
+    long window;                  /* positions that a query attends to; 0 for all */
 } Layer;
 
 typedef struct {
@@ -43,6 +43,9 @@ typedef struct {          /* rows of one text, at positions that follow each oth
     long rows, start;     /* start: the first row's position */
     long head_bytes;      /* from one head's entries to the next */
 } Text;
+
+/* Bytes of these structures, which model/fast/cpu.py mirrors. */
+const long structure_bytes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Text)};
 
 typedef struct { /* rows of a text that attend together: they read its keys and values once */
     const Text *text;
@@ -86,7 +89,7 @@ static void embed(const Model *model, const int64_t *tokens, long rows, float *x
         const char *of = model->embedding + tokens[row] * row_bytes(kind, hidden);
         for (long i = 0; i < hidden; i += WIDTH) {
             Floats numbers = load(kind, of + i * bytes_of(kind), hidden - i);
-            store(x + i, numbers * model->embedding_scale, hidden - i);
+            store(F32, x + i, numbers * model->embedding_scale, hidden - i);
         }
     }
 }
@@ -183,11 +186,9 @@ static void finish_heads(void *argument, long piece) {
             }
             char *entry = entries[of_key / key_heads] + position * row_bytes(model->kind, size);
             entry += of_key % key_heads * span->text->head_bytes;
-            for (long i = 0; i < size; i++)
-                if (model->kind == F32)
-                    AT(float, entry + 4 * i) = x[i];
-                else
-                    AT(uint16_t, entry + 2 * i) = to_bf16(x[i]);
+            for (long i = 0; i < size; i += WIDTH)
+                store(model->kind, entry + i * bytes_of(model->kind),
+                      load(F32, x + i, size - i), size - i);
         }
 }
 
@@ -195,7 +196,8 @@ enum { SINKS = 4 }; /* first positions, which a plan's window does not hide */
 
 /* Positions [range[0], range[1]) of a chunk, counted from its first, that a row attends to. */
 static void find_visible(const Step *s, long chunk, long position, long range[2]) {
-    long oldest = max(0, position + 1 - s->layer->window), first = chunk * CHUNK;
+    long window = s->layer->window, first = chunk * CHUNK;
+    long oldest = window ? max(0, position + 1 - window) : 0;
     long newest = max(oldest, position + 1 - s->model->newest);
     if (!s->model->newest || newest <= SINKS) /* nothing is hidden */
         newest = oldest;

@@ -26,11 +26,11 @@ static char *weights(long kind, size_t count) {
     float *found = numbers(count, 0.3f, 0.0f);
     if (kind == F32)
         return (char *)found;
-    uint16_t *narrowed = malloc(2 * count);
-    for (size_t i = 0; i < count; i++)
-        narrowed[i] = to_bf16(found[i]);
+    char *narrowed = malloc(2 * count);
+    for (size_t i = 0; i < count; i += WIDTH)
+        store(BF16, narrowed + 2 * i, load(F32, found + i, count - i), count - i);
     free(found);
-    return (char *)narrowed;
+    return narrowed;
 }
 
 static Matrix matrix(long kind, long bits, long rows, long columns, int biased) {
