@@ -15,9 +15,7 @@ import torch
 
 from app.common.command_line import run_command
 from model.errors import InputError
-from tests.calls import status_of
 from tests.commands import Outcome
-from weights import fetch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -96,13 +94,6 @@ def test_in_a_shell_a_failure_is_one_line_and_a_reader_that_has_gone_is_met_with
     assert Outcome(done.returncode, done.stdout, done.stderr) == expected
 
 
-def outcome(
-    work: Callable[[], int | None], capsys: pytest.CaptureFixture[str], *more: str
-) -> Outcome:
-    status = run_command(work, *more)
-    return Outcome(status, *capsys.readouterr())
-
-
 @pytest.mark.parametrize(
     ("work", "line"),
     [
@@ -129,7 +120,7 @@ def outcome(
 def test_a_failure_is_one_line_and_status_2(
     work: Callable[[], None], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert outcome(work, capsys).complaint.startswith(f"error: {line}")
+    assert Outcome(run_command(work), *capsys.readouterr()).complaint.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize("mistake", [RuntimeError("shapes differ"), SystemExit(2)], ids=repr)
@@ -138,14 +129,23 @@ def test_a_mistake_of_ours_keeps_its_traceback(mistake: BaseException) -> None:
         run_command(Mock(side_effect=mistake))
 
 
+@pytest.mark.parametrize(
+    ("work", "interrupted", "expected"),
+    [
+        (lambda: None, "go on", Outcome(0, "", "")),
+        (lambda: 130, "go on", Outcome(130, "", "")),
+        (Mock(side_effect=KeyboardInterrupt), "", Outcome(130, "", "")),
+        (Mock(side_effect=KeyboardInterrupt), "go on", Outcome(130, "", "go on\n")),
+    ],
+    ids=["done", "with a status", "Ctrl-C", "Ctrl-C with a line"],
+)
 def test_the_status_is_that_of_the_work_and_130_on_ctrl_c_with_the_line_of_the_command(
+    work: Callable[[], int | None],
+    interrupted: str,
+    expected: Outcome,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert outcome(lambda: None, capsys, "go on") == Outcome(0, "", "")
-    assert outcome(lambda: 130, capsys, "go on") == Outcome(130, "", "")
-    interrupted = Mock(side_effect=KeyboardInterrupt)
-    assert outcome(interrupted, capsys) == Outcome(130, "", "")
-    assert outcome(interrupted, capsys, "go on") == Outcome(130, "", "go on\n")
+    assert Outcome(run_command(work, interrupted), *capsys.readouterr()) == expected
 
 
 WATCH = """
@@ -156,42 +156,30 @@ class Watch:
             {action}
 sys.meta_path.insert(0, Watch())
 """
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+COMPLAIN = "os._exit(os.environ.get('GOMP_SPINCOUNT') != '1000')"
+THREADS = ["generate", "train", "search", "benchmark", "training.corpus"]
 
 
-def stopped_at(
-    module: str, action: str, command: list[str], folder: Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """A command that does this when it imports this module; its folder is for the watch."""
-    (folder / "sitecustomize.py").write_text(WATCH.format(module=module, action=action))
-    return subprocess.run(
+@pytest.mark.parametrize(
+    ("command", "module", "action", "status"),
+    [
+        (["generate.py", "--help"], "torch.nn", INTERRUPT, -signal.SIGINT),  # 130 in a shell
+        (["-m", "weights.fetch", "--help"], "torch.nn", INTERRUPT, -signal.SIGINT),
+        *((["-m", command], "torch", COMPLAIN, 0) for command in THREADS),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_while_a_command_is_imported_ctrl_c_is_silent_and_idle_threads_are_told_to_sleep(
+    command: list[str], module: str, action: str, status: int, tmp_path: Path
+) -> None:
+    """What is done when the module is imported. Torch reads the variable when it is loaded."""
+    (tmp_path / "sitecustomize.py").write_text(WATCH.format(module=module, action=action))
+    done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(folder)},
+        env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-
-
-@pytest.mark.parametrize("command", [["generate.py"], ["-m", "weights.fetch"]], ids=" ".join)
-def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(
-    command: list[str], tmp_path: Path
-) -> None:
-    interrupt = "os.kill(os.getpid(), signal.SIGINT)"
-    done = stopped_at("torch.nn", interrupt, [*command, "--help"], tmp_path, **os.environ)
-    # 130 in a shell
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-
-
-@pytest.mark.parametrize("module", ["generate", "train", "search", "benchmark", "training.corpus"])
-def test_idle_threads_soon_sleep_in_every_command(module: str, tmp_path: Path) -> None:
-    """Read when torch is loaded, so it must be there by then."""
-    tell = "os._exit(os.environ.get('GOMP_SPINCOUNT') != '1000')"
-    done = stopped_at("torch", tell, ["-m", module], tmp_path, PATH="")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_mistyped_option_is_one_line_that_names_the_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert status_of(fetch.main, ["--wrong"]) == 2
-    assert capsys.readouterr().err.endswith("; see python -m weights.fetch --help\n")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")

@@ -1,4 +1,4 @@
-"""Drafts: plan files, the drafter and the policy that options and a plan mean, and what they need."""
+"""Drafts: plan files, the drafter and policy that options and a plan mean, and what they need."""
 
 import json
 import math
