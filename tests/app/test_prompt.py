@@ -3,9 +3,9 @@ output, as a user asks for it.
 """
 
 import json
-import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ SCHEMA = {
     "required": ["kind", "legs"],
     "additionalProperties": False,
 }
+TOLD = f"Answer in JSON that follows this schema: {json.dumps(SCHEMA)}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
 JSON = r'\{"kind": "(cat|dog)", "legs": (-\d+|\d)\}'
 
 
@@ -63,17 +65,20 @@ def test_a_variable_of_the_template_switches_thinking_off(session: Session) -> N
         assert session.chat(chat_template_kwargs=given).say("hi").prompt_tokens == wanted
 
 
-def test_a_grammar_or_a_stop_that_begins_in_a_thinking_part_is_said(
-    session: Session, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, is_said in (
+@pytest.mark.parametrize(
+    ("options", "is_said"),
+    [
         ({"regex": "[ab]+"}, True),
         ({"stop": ["x"]}, True),
         ({"stop": ["x"], "chat_template_kwargs": SWITCH}, False),
         ({}, False),
-    ):
-        session.write("hi", **options)
-        assert ("opens a thinking part" in capsys.readouterr().err) == is_said
+    ],
+)
+def test_a_grammar_or_a_stop_that_begins_in_a_thinking_part_is_said(
+    options: dict[str, Any], is_said: bool, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.write("hi", **options)
+    assert ("opens a thinking part" in capsys.readouterr().err) == is_said
 
 
 def test_python_gives_paths_dtypes_devices_and_single_strings(
@@ -85,8 +90,8 @@ def test_python_gives_paths_dtypes_devices_and_single_strings(
     )
     assert (loaded.folder, loaded.dtype) == (thinker, torch.float32)
     assert loaded.options.device == "cpu"
-    stops = ["x", ["x"], ("x",)]
-    assert {loaded.options.merged({"stop": each}).stop for each in stops} == {("x",)}
+    for stops in ("x", ["x"], ("x",)):
+        assert loaded.options.merged({"stop": stops}).stop == ("x",)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +102,6 @@ def test_a_template_writes_json_as_in_transformers(thinker: Path, given: str, sh
     tokenizer.chat_template = f"{{{{ messages[0]['content'] | tojson({given}) }}}}"
     ids = tokenizer.encode_chat([{"role": "user", "content": "é<"}])
     assert tokenizer.decode(ids) == shown
-
-
-def test_a_tokenizer_file_that_is_none_is_refused(thinker: Path, tmp_path: Path) -> None:
-    """A FIFO would be waited for."""
-    os.mkfifo(tmp_path / "tokenizer.json")
-    assert "holds no tokenizer.json" in refusal(Tokenizer, tmp_path)
 
 
 # Structured output
@@ -123,38 +122,32 @@ def test_a_text_is_one_of_a_schema_an_expression_or_a_grammar(
         ({"grammar": 'start: "x" /[0-9]{2}/ "y"'}, "x[0-9]{2}y"),
         ({"grammar": tmp_path / "g.lark"}, "x[0-9]{2}y"),
     ):
-        answer = session.chat().say("hi", **given)
         for sample in (
             session.write(PROMPT, **given),
             *session.write_all([PROMPT], **given),
-            answer,
+            session.chat().say("hi", **given),
         ):
             assert re.fullmatch(f"{expected}q", sample.text)
 
 
-def test_the_model_is_told_the_schema_in_the_system_message(chat_model: Path) -> None:
-    tokenizer = Tokenizer(chat_model)
-    line = f"Answer in JSON that follows this schema: {json.dumps(SCHEMA)}"
-    pretty = json.dumps(SCHEMA, indent=2)
-    for given, same in (
-        ({"json_schema": pretty}, {"system": line}),
-        ({"json_schema": pretty, "system": "be kind"}, {"system": f"be kind\n{line}"}),
-        ({"json_schema": pretty, "chat": False}, {"chat": False}),
-    ):
-        told, wanted = (encode_prompt(tokenizer, "hi", Options(**each)) for each in (given, same))
-        assert told == wanted
-
-
-def test_where_the_template_refuses_system_messages_the_first_message_tells_it(
-    chat_model: Path,
+@pytest.mark.parametrize(
+    ("template", "given", "prompt", "same"),
+    [
+        ("", {}, "hi", {"system": TOLD}),
+        ("", {"system": "be kind"}, "hi", {"system": f"be kind\n{TOLD}"}),
+        ("", {"chat": False}, "hi", {"chat": False}),
+        (NO_SYSTEM, {}, f"hi\n{TOLD}", {}),
+    ],
+    ids=["alone", "after another", "without a chat", "refused"],
+)
+def test_the_system_message_or_where_it_is_refused_the_first_one_tells_the_schema(
+    template: str, given: dict[str, Any], prompt: str, same: dict[str, Any], chat_model: Path
 ) -> None:
     tokenizer = Tokenizer(chat_model)
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
-    tokenizer.chat_template = refusing + tokenizer.chat_template
-    told = encode_prompt(tokenizer, "hi", Options(json_schema="{}"))
-    assert told == encode_prompt(
-        tokenizer, "hi\nAnswer in JSON that follows this schema: {}", Options()
-    )
+    tokenizer.chat_template = template + tokenizer.chat_template
+    pretty = json.dumps(SCHEMA, indent=2)
+    told = encode_prompt(tokenizer, "hi", Options(json_schema=pretty, **given))
+    assert told == encode_prompt(tokenizer, prompt, Options(**same))
 
 
 def test_a_dead_end_is_told_with_the_grammars_reason(
