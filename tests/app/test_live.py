@@ -8,8 +8,8 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 
 from app.characters import Labels
 from tests.browser import find, look
-from tests.calls import recorded
-from tests.serving import CONTEXT, Served, chat_folder, serving, until
+from tests.calls import recorded, until
+from tests.serving import CONTEXT, Served, chat_folder, serving
 
 PROMPT = "<img src=x onerror=\"window.ran='prompt'\"> the hen"
 
