@@ -1,7 +1,8 @@
-"""Calls as tests see them: records of the calls of a function, Ctrl-C in some of them, and a
-command's status.
+"""Calls as tests see them: records of the calls of a function, Ctrl-C in some of them, a command's
+status, and waiting for what others do.
 """
 
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -41,3 +42,11 @@ def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> int:
         return main(arguments)
     except SystemExit as end:
         return end.code
+
+
+def until(true: Callable[[], Any], patience: float = 60.0) -> None:
+    """Wait for a condition that another thread or process will make true."""
+    ends = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < ends, "it never came about"
+        time.sleep(0.005)

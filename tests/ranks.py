@@ -5,7 +5,6 @@ takes moments.
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from model.decoder import Decoder
 from model.families import build
 from model.parallel import Cut, Shard, split
+from tests.calls import until
 from tests.commands import Outcome
 from tests.laws import random_model
 
@@ -49,10 +49,8 @@ class Process:
 
     def wait_for(self, words: str, stream: str = "out") -> None:
         """Until it has written this."""
-        began = time.monotonic()
-        while words not in self.said(stream):
-            assert time.monotonic() < began + PATIENCE and self.process.is_alive(), self.said("err")
-            time.sleep(0.01)
+        until(lambda: words in self.said(stream) or not self.process.is_alive())
+        assert words in self.said(stream), self.said("err")
 
     def ended(self) -> Outcome:
         """Wait for its end."""

@@ -3,8 +3,7 @@
 import http.client
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from app.options import parse
 from app.server.network import Server
 from app.server.worker import Worker
 from app.session import Session
+from tests.calls import until
 from tests.folders import LLAMA, write_folder
 
 CHAT = (
@@ -75,14 +75,6 @@ def serving(*arguments: str) -> Iterator[Served]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-def until(true: Callable[[], Any], patience: float = 60.0) -> None:
-    """Wait for a condition that another thread will make true."""
-    ends = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < ends, "it never came about"
-        time.sleep(0.005)
 
 
 def events_of(stream: str) -> list[Any]:

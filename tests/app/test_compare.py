@@ -1,42 +1,35 @@
 """Comparison with plain decoding: the same prompt, options and rule, in turns, after a warm-up."""
 
 import re
-import tempfile
-from collections.abc import Iterator
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import generate
 from app import output, session
 from app.output import MOST_TURNS, TURNS, comparison
-from app.session import Sample, Session, load
+from app.session import Session, load
 from decoding.drafters import PromptLookup
-from decoding.rounds import Round
-from tests.folders import write_folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_folder(tmp_path_factory.mktemp("models") / "model"))
+from tests.calls import recorded
 
 
 def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
     """Runs of the loop: two short ones that are not timed, the text that is shown, then turns."""
-    runs: list[tuple[str, int, int]] = []
-    production = session.speculate
-
-    def watched(*arguments: Any, **named: Any) -> Iterator[Round]:
-        _, cache, text, drafter, *_ = arguments
-        runs.append((type(drafter).__name__, text.rules.max_new_tokens, cache.length - len(text)))
-        return production(*arguments, **named)
-
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(session, "speculate", watched):
-        options = ["--model", str(write_folder(Path(folder))), "--max-new-tokens", "9"]
-        assert generate.main(["the hen", *options, "--draft", "exit", "--compare"]) == 0
+    options = ["--model", "tiny-llama", "--max-new-tokens", "9", "--draft", "exit", "--compare"]
+    with pytest.MonkeyPatch.context() as patch:
+        runs = recorded(
+            patch,
+            session,
+            "speculate",
+            lambda model, cache, text, drafter, *_, **__: (
+                type(drafter).__name__,
+                text.rules.max_new_tokens,
+                cache.length - len(text),
+            ),
+        )
+        assert generate.main(["the hen", *options]) == 0
     drafters, budgets, beyond_prompt = zip(*runs, strict=True)
     both = ("ModelDrafter", "NoDraft")
     assert drafters == (*both, "ModelDrafter", *both * TURNS) and TURNS >= 3
@@ -47,37 +40,44 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "draft"), [(1, "exit"), (4, "exit"), (2, "lookup")])
-def test_a_warm_up_writes_no_further_than_a_text_does(tokens: int, draft: str, model: str) -> None:
+def test_a_warm_up_writes_no_further_than_a_text_does(
+    tokens: int, draft: str, chat_model: Path
+) -> None:
     """The cache reaches no further."""
-    session = load(model, draft=draft, max_new_tokens=tokens)
+    session = load(str(chat_model), draft=draft, max_new_tokens=tokens)
     session.warm_up([5, 9, 2])
     assert len(session.slot.tokens) <= 3 + tokens
 
 
-@pytest.mark.parametrize("options", [{"draft": "none"}, {"draft": "exit", "gamma": 0}], ids=str)
-def test_plain_decoding_is_not_compared_with_itself(options: dict[str, Any], model: str) -> None:
-    """Noise would be shown as a result."""
-    session = load(model, max_new_tokens=60, **options)
-    assert "both ways are plain decoding" in comparison(session, session.write("the hen"))
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"draft": "none"}, "both ways are plain decoding"),
+        ({"draft": "exit", "gamma": 0}, "both ways are plain decoding"),
+        ({"temperature": 1.0, "coupling": "ratio"}, "another text of the same law"),
+        ({"temperature": 1.0, "coupling": "block"}, "another text of the same law"),
+    ],
+    ids=str,
+)
+def test_neither_noise_nor_another_draw_is_told_as_a_difference(
+    options: dict[str, Any], said: str, chat_model: Path
+) -> None:
+    session = load(str(chat_model), **{"draft": "lookup", "max_new_tokens": 60} | options)
+    assert said in comparison(session, session.write("the hen"))
 
 
 @pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch, model: str) -> Session:
+def idle(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session whose drafts are empty, and so take as long as plain decoding."""
     monkeypatch.setattr(PromptLookup, "find", lambda *_: (0, []))
-    return load(model, draft="lookup")
-
-
-def written(session: Session, tokens: int) -> Sample:
-    options = session.options.merged({"max_new_tokens": tokens})
-    return session.finish(session.begin([5, 9, 2], options))
+    return load("tiny-llama", draft="lookup")
 
 
 def test_texts_that_differ_are_reported_with_their_first_difference(idle: Session) -> None:
     """A draft that changes the text would be a defect: here the sample is falsified. A drafter's
     name may begin with "plain", and it may draft nothing.
     """
-    sample = written(idle, 8)
+    sample = idle.write([5, 9, 2], max_new_tokens=8)
     sample.draft = "plainest of mine.py"
     assert "same text" in comparison(idle, sample)
     sample.source.tokens[3 + 4] ^= 1
@@ -95,11 +95,9 @@ def test_speeds_are_compared_unless_the_text_is_too_short(
     ticks = count(step=seconds / tokens)  # one before each round and one after it
     monkeypatch.setattr(session, "now", lambda device: next(ticks))
     speed = f"{tokens / seconds:.1f}"
-    speeds = f"1.00 times plain decoding, {speed} against {speed} tokens/s"
-    speeds += f" without the prompt (the median of {turns} turns, 1.00-1.00)"
-    short = f"[same text; too short to compare speeds: {tokens} tokens]"
-    said = comparison(idle, written(idle, tokens))
-    assert said == (f"[{speeds}, same text]" if turns else short)
+    said = comparison(idle, idle.write([5, 9, 2], max_new_tokens=tokens))
+    wanted = ["1.00", speed, speed, str(turns), "1.00", "1.00"] if turns else [str(tokens)]
+    assert re.findall(r"[\d.]+", said) == wanted and "same text" in said
 
 
 def test_turns_that_disagree_are_told(idle: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +105,7 @@ def test_turns_that_disagree_are_told(idle: Session, monkeypatch: pytest.MonkeyP
     ticks = accumulate(count(step=1e-4))
     monkeypatch.setattr(session, "now", lambda device: next(ticks))
     monkeypatch.setattr(output, "UNSTEADY", 1.01)
-    said = comparison(idle, written(idle, 48))
+    said = comparison(idle, idle.write([5, 9, 2], max_new_tokens=48))
     assert "the turns differ much: compare again on an idle machine" in said
     times, drafted, plain = map(float, re.findall(r"\d+\.\d+", said)[:3])
     assert times == pytest.approx(drafted / plain, rel=0.1) and times != 1
-
-
-@pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_the_other_rules_promise_the_same_law_not_the_same_text(rule: str, model: str) -> None:
-    session = load(model, draft="lookup", max_new_tokens=9, temperature=1.0, coupling=rule)
-    assert "another text of the same law" in comparison(session, session.write("the hen"))

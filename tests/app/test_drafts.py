@@ -1,4 +1,4 @@
-"""Drafts: the drafter and the policy that options and a plan mean, and what they need."""
+"""Drafts: plan files, the drafter and policy that options and a plan mean, and what they need."""
 
 import json
 import math
@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from app import loaded, offers
 from app.drafts import strategy_of
 from app.options import Options
-from app.plan_file import DraftPlan
+from app.plan_file import DraftPlan, read_plan, write_plan
 from app.session import Session, load
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from model.places import cache_folder
 from model.plan import LayerPlan
 from tests.calls import recorded
+from tests.laws import plans
+from tests.refusal import refusal
 from weights import memory
 
 LAYERS = 24  # of tiny-llama
+FULL = LayerPlan.full(LAYERS)
 PLAN = DraftPlan(LayerPlan.skipping(LAYERS, [1], []), gamma=6, threshold=0.7)
 PLAIN = DraftPlan(LayerPlan.skipping(LAYERS, [1], []), gamma=0)
 PROMPT = "Once upon a time"
@@ -89,8 +92,8 @@ def test_a_low_bit_draft_has_the_bits_asked_for_and_its_head_those_with_a_kernel
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By default four, and eight in the head. A GPU has a kernel for four bits only."""
-    abilities = session.model.abilities._replace(low_bits=kernels)
-    monkeypatch.setattr(session.model, "abilities", abilities)
+    with_kernels = session.model.abilities._replace(low_bits=kernels)
+    monkeypatch.setattr(session.model, "abilities", with_kernels)
     strategy = found(session, draft="lowbit", bits=bits)
     plan = strategy.drafter.plan
     assert {*plan.attention, *plan.mlp, plan.head} == expected and strategy.policy.gamma == 5
@@ -101,12 +104,9 @@ def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
 ) -> None:
     """A window has the copies of its plan. Copies that are made need no more memory."""
     monkeypatch.setattr(offers, "LONG", 8)
-    plan = LayerPlan.full(LAYERS).in_bits(8)
-    session = load("tiny-llama", plan=DraftPlan(plan, 3))
+    session = load("tiny-llama", plan=DraftPlan(FULL.in_bits(8), 3))
     session.make_copies_at_once()
-    eight, four = (
-        memory.low_bit_bytes(session.config, each) for each in (plan, session.low_bit_plan.plan)
-    )
+    eight, four = (memory.low_bit_bytes(session.config, FULL.in_bits(bits)) for bits in (8, 4))
     eight += 6 * session.config.vocab_size * session.config.hidden_size + 1  # while it is rounded
     for free, names in [
         (1, []),
@@ -122,19 +122,17 @@ def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
 @pytest.mark.parametrize(
     ("plan", "names"),
     [
-        ({"attn": [1]}, ["low bits", "plan"]),
-        ({"bits": 8}, ["low bits", "plan"]),
-        ({"bits": 4, "head_bits": 8}, ["low bits"]),
-        ({"attn": [1], "gamma": 0}, ["low bits"]),
+        (PLAN, ["low bits", "plan"]),
+        (DraftPlan(FULL.in_bits(8)), ["low bits", "plan"]),
+        (DraftPlan(FULL.in_bits(4)), ["low bits"]),
+        (PLAIN, ["low bits"]),
     ],
-    ids=str,
+    ids=["skips", "eight bits", "four bits", "no draft pays"],
 )
 def test_auto_drafts_in_four_bits_and_with_a_plan_that_is_another_and_pays(
-    plan: dict[str, Any], names: list[str], tmp_path: Path
+    plan: DraftPlan, names: list[str]
 ) -> None:
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps({"attn": [], "alpha": 0.9} | plan))
-    session = Session(Options(model="tiny-llama", plan=str(file)))
+    session = Session(Options(model="tiny-llama", plan=plan))
     assert [*session.optional_plans(session.options)] == names
     assert session.memory(64).low_bit_copies == 0, "copies are made only if they fit"
 
@@ -161,11 +159,9 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
     """Once per session; its texts then share their estimates."""
     measured = recorded(monkeypatch, offers, "measured_costs", lambda _, cache, *__: cache.length)
     session = load("tiny-llama", draft="auto", max_new_tokens=4, seed=0, **options)
-    texts = [session.write(PROMPT) for _ in range(2)]
-    behind_the_prompt = len(session.encode(PROMPT)) - 1
-    assert measured == [behind_the_prompt] * granted
-    assert granted == bool(session.offers.estimates.rates)
-    assert texts[0].tokens == texts[1].tokens
+    texts = {session.write(PROMPT).text for _ in range(2)}
+    assert measured == [len(session.encode(PROMPT)) - 1] * granted, "behind the prompt"
+    assert granted == bool(session.offers.estimates.rates) and len(texts) == 1
 
 
 @pytest.mark.parametrize("coupling", ["race", "ratio"])
@@ -174,8 +170,8 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
 ) -> None:
     for name, value in {"SHORT": 8, "LONG": 32, "WINDOW": 8}.items():
         monkeypatch.setattr(f"app.offers.{name}", value)
-    own = DraftPlan(replace(PLAN.plan, window=16))
     drawn = {"temperature": 1.0, "seed": 1, "coupling": coupling}
+    own = DraftPlan(replace(PLAN.plan, window=16))
     session = load("tiny-llama", max_new_tokens=60, plan=own, **drawn)
     session.make_copies_at_once()
     found(session, temperature=0.0)  # whose costs are measured
@@ -184,8 +180,7 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     assert {costs.timed for costs in counted} == {coupling == "race"}
     short = ["low bits", "plan"]  # a plan's own window is its maker's choice
     assert [[*costs.steps] for costs in counted] == [short] * 4 + [[*short, "low bits, newest"]] * 2
-    different = [before != after for before, after in pairwise(counted)]
-    assert different == [False, True, True, True, False]
+    assert [a != b for a, b in pairwise(counted)] == [False, True, True, True, False]
     texts = [session.write(PROMPT, draft=draft).tokens for draft in ("auto", "auto", "none")]
     assert texts[0] == texts[1] and (coupling == "ratio" or texts[0] == texts[2])
 
@@ -223,11 +218,8 @@ def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_alw
     assert bool(session.prepared) == makes
 
 
-def test_a_session_counts_what_it_writes_and_a_warm_up_makes_all_copies() -> None:
+def test_a_warm_up_makes_all_copies() -> None:
     session = load("tiny-llama", max_new_tokens=6)
-    for _ in range(2):
-        session.write(PROMPT, draft="exit", exit_layer=LAYERS)
-    assert session.written == 12
     session.warm_up([0, 0])
     assert session.low_bit_plan.plan in session.prepared
 
@@ -235,22 +227,103 @@ def test_a_session_counts_what_it_writes_and_a_warm_up_makes_all_copies() -> Non
 def test_the_seconds_that_copies_take_are_said_before_they_are_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Once: a window changes no copies."""
     session = load("tiny-llama", max_new_tokens=4)
     said = recorded(monkeypatch, type(session.model), "prepare", lambda *_: capsys.readouterr().err)
-    copies = memory.low_bit_bytes(session.config, session.low_bit_plan.plan)
-    monkeypatch.setattr(loaded, "ROUNDED", copies / 7)
-    session.write(PROMPT, draft="lowbit")
-    assert "rounding weights for drafts takes about 7.0 s" in said[0]
-    session.write(PROMPT, draft="lowbit", window=8)
-    assert not capsys.readouterr().err
+    monkeypatch.setattr(loaded, "ROUNDED", 1000.0)
+    for window in (None, 8):
+        session.write(PROMPT, draft="lowbit", window=window)
+    assert "rounding weights for drafts takes about" in said[0] and not any(said[1:])
 
 
-def test_a_models_folder_stays_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: Session
+# Plan files
+
+
+def file_of(folder: Path, value: Any) -> Path:
+    """A plan file of a JSON value, or of a text as it is."""
+    path = folder / "plan.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (
+            {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "dtype": "y"},
+            DraftPlan(LayerPlan.skipping(4, [1, 3], [2]), 5, 0.6),
+        ),
+        ({"mlp": [0]}, DraftPlan(LayerPlan.skipping(4, [], [0]))),
+        ({"bits": 4}, DraftPlan(LayerPlan((4, 4, 4, 4), (4, 4, 4, 4), 16))),
+        ({"attn": [], "window": 9}, DraftPlan(LayerPlan((16,) * 4, (16,) * 4, 16, 9))),
+        (
+            {"attn": [1], "bits": 8, "head_bits": 8},
+            DraftPlan(LayerPlan((8, 0, 8, 8), (8, 8, 8, 8), 8)),
+        ),
+        (
+            {"mlp": [0], "bits": {"attn": [4, 8, 16, 0], "mlp": [8, 4, 4, 16]}},
+            DraftPlan(LayerPlan((4, 8, 16, 0), (0, 4, 4, 16), 16)),
+        ),
+        (
+            {"bits": {"mlp": [4, 4, 4, 4]}},
+            DraftPlan(LayerPlan((16, 16, 16, 16), (4, 4, 4, 4), 16)),
+        ),
+    ],
+    ids=[
+        "skips, gamma and threshold",
+        "an MLP",
+        "bits",
+        "a window",
+        "bits of the head",
+        "bits of each",
+        "bits of MLPs",
+    ],
+)
+def test_a_plan_file_is_read_with_all_it_says(
+    tmp_path: Path, value: Any, expected: DraftPlan
 ) -> None:
-    """Importance is measured anew, since the cache is empty but for compiled steps."""
-    (tmp_path / "step").symlink_to(cache_folder() / "step")
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    before = [(file, file.stat().st_mtime_ns) for file in session.folder.iterdir()]
-    load("tiny-llama", draft="lowbit", max_new_tokens=4).write(PROMPT)
-    assert [(file, file.stat().st_mtime_ns) for file in session.folder.iterdir()] == before
+    assert read_plan(file_of(tmp_path, value), 4) == expected
+
+
+@given(plan=plans(4))
+def test_a_plan_is_read_as_it_was_written(tmp_path_factory: Any, plan: LayerPlan) -> None:
+    path = tmp_path_factory.getbasetemp() / "written.json"
+    write_plan(path, DraftPlan(plan, 3), "", {})
+    assert read_plan(path, 4) == DraftPlan(plan, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (
+            {"bits": 5},
+            "bits must be 4, 8 or 16, or lists of 4 such numbers for attn and mlp, found 5",
+        ),
+        ({"bits": 0}, "found 0"),
+        ({"bits": False}, "found False"),
+        ({"bits": {"attn": [4, 4, 4]}}, "bits must be 4, 8 or 16, or lists"),
+        ({"bits": {"attn": [4, 4, 4, True]}}, "bits must be 4, 8 or 16, or lists"),
+        ({"bits": {"head": [4, 4, 4, 4]}}, "bits must be 4, 8 or 16, or lists"),
+        ({"bits": 4, "head_bits": 0}, "head_bits must be 4, 8 or 16, found 0"),
+        ({"attn": [1, 1]}, "different layers"),
+        ({"attn": [True]}, "attn must be a list of different layers from 0 to 3, found [True]"),
+        ({"attn": [1.0]}, "found [1.0]"),
+        ({"attn": [4], "mlp": []}, "from 0 to 3, found [4]"),
+        ({"attn": [], "mlp": [-1]}, "mlp must be a list of different layers"),
+        ({"attn": [[1]]}, "found [[1]]"),
+        ({"attn": 3}, "found 3"),
+        ({"attn": [], "window": 0}, "window must be a whole number of at least 1, found 0"),
+        ({"attn": [], "gamma": -1}, "gamma"),
+        ({"attn": [], "threshold": 1.1}, "threshold"),
+        ('{"attn": [], "threshold": NaN}', "threshold"),
+        ([1, 2], "one object"),
+        ({"attention": [1]}, "attn"),
+        ({"attn": [], "treshold": 0.6}, "the key 'treshold' is unknown"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+    ids=lambda value: f"{value!s:.40}",
+)
+def test_a_wrong_plan_file_is_refused_with_its_name(tmp_path: Path, value: Any, said: str) -> None:
+    message = refusal(read_plan, file_of(tmp_path, value), 4)
+    assert said in message and "plan.json" in message

@@ -1,6 +1,5 @@
 """The live page in a real browser: each round appears as it is written."""
 
-import re
 import time
 from collections.abc import Iterator
 
@@ -9,8 +8,8 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 
 from app.characters import Labels
 from tests.browser import find, look
-from tests.calls import recorded
-from tests.serving import CONTEXT, Served, chat_folder, serving, until
+from tests.calls import recorded, until
+from tests.serving import CONTEXT, Served, chat_folder, serving
 
 PROMPT = "<img src=x onerror=\"window.ran='prompt'\"> the hen"
 
@@ -50,12 +49,10 @@ def test_two_columns_end_with_equal_texts_and_their_speeds(opened: WebDriver) ->
     assert find(opened, "#draft").text.split() == ["auto", "none", "lookup", "exit", "lowbit"]
     ask(opened, limit="20", seed="7", compare=True)
     until(find(opened, "#write").is_enabled)
-    faster = r"[\d.]+ times as fast as plain decoding; the texts are equal\."
-    assert re.fullmatch(faster, find(opened, "#notice").text)
-    first, second = (each.text for each in opened.find_elements("css selector", ".clock"))
-    speed = r" · 20 tokens · [\d.]+ tokens/s"
-    assert re.match(rf"\d+\.\d\d s: exit at layer 2 of 4{speed} · \d+% accepted", first)
-    assert re.match(rf"\d+\.\d\d s: plain{speed}$", second)
+    assert "times as fast as plain decoding; the texts are equal" in find(opened, "#notice").text
+    clocks = [each.text for each in opened.find_elements("css selector", ".clock")]
+    for clock, draft in zip(clocks, ("exit at layer 2 of 4", "plain"), strict=True):
+        assert f" s: {draft} · 20 tokens · " in clock
     assert opened.get_log("browser") == []
 
 

@@ -1,18 +1,57 @@
-"""Options: types, ranges, what goes together, and one line for what does not."""
+"""Options, prompts and structured output as users give them: read as they are meant, or refused in
+one line.
+"""
 
+import json
+import re
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import generate
 from app.options import GRAMMARS, Options, parse
 from app.plan_file import DraftPlan
-from app.session import Session, load
+from app.prompt import encode_prompt
+from app.session import Session
+from decoding.grammar import GrammarConstraint
 from model.errors import InputError
 from model.plan import LayerPlan
-from tests.calls import status_of
-from tests.refusal import refusal
+from tests.refusal import line_of, refusal
+from tests.serving import CHAT, chat_folder
+from weights.tokenizer import Tokenizer
+
+HI = [{"role": "user", "content": "hi"}]
+SWITCH = '{"enable_thinking": false}'
+THINKING = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+PROMPT = "the hen and the"
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "maximum": 9}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
+TOLD = f"Answer in JSON that follows this schema: {json.dumps(SCHEMA)}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+JSON = r'\{"kind": "(cat|dog)", "legs": (-\d+|\d)\}'
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose template opens a thinking part, unless a variable forbids it."""
+    folder = chat_folder(tmp_path_factory.mktemp("models") / "thinker")
+    (folder / "chat_template.jinja").write_text(CHAT + THINKING)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def session(thinker: Path) -> Session:
+    return generate.load(str(thinker), draft="none", max_new_tokens=8)
+
+
+# Options
 
 REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "text for a number": ({"temperature": "0.7"}, "temperature", "must be a number"),
@@ -47,26 +86,22 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_option_is_named_in_one_line(name: str) -> None:
-    given, field, said = REFUSED[name]
-    assert said in refusal(Options, **given)
+@pytest.mark.parametrize(("given", "field", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_option_is_named_in_one_line(
+    given: dict[str, Any], field: str | None, said: str
+) -> None:
     with pytest.raises(InputError) as caught:
         Options(**given)
-    assert caught.value.field == field
+    assert said in line_of(caught.value) and caught.value.field == field
 
 
-def test_a_command_line_fills_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_line_fills_the_same_options() -> None:
     given = "hi --draft exit --exit-layer 3 --no-chat --stop a --stop b --temperature .5 --trace"
-    found = parse(given.split())
-    assert found == Options(
+    assert parse(given.split()) == Options(
         prompt="hi", draft="exit", exit_layer=3, chat=False, stop=("a", "b"), temperature=0.5,
         trace=True,
     )  # fmt: skip
     assert parse([]) == Options()
-    for wrong in (["--temperature", "warm"], ["--colour"], ["--coupling", "bogus"], ["a", "b"]):
-        assert status_of(parse, wrong) == 2
-        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
@@ -74,11 +109,6 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
     assert exits.merged({"draft": "lookup"}) == Options(draft="lookup", trace=True)
     assert exits.merged({"draft": "exit"}) == exits
     assert exits.merged({"grammar": "g"}).merged({"regex": "a"}).grammar is None
-
-
-@pytest.fixture(scope="module")
-def session() -> Session:
-    return load("tiny-llama", max_new_tokens=12, draft="lookup")
 
 
 @pytest.mark.parametrize(
@@ -110,12 +140,43 @@ def test_every_call_of_python_refuses_it(
     assert said in refusal(session.write_all, ["Hello"], **wrong)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 10**400, "temperature": 1.0},
+        {"json_schema": {"type": "integer", "minimum": 10**40}},
+        {"json_schema": reduce(lambda inner, _: {"items": inner}, range(3000), {})},
+    ],
+    ids=["top-k", "minimum", "depth"],
+)
+def test_numbers_and_schemas_of_any_size_are_taken_or_refused(
+    session: Session, options: dict[str, Any]
+) -> None:
+    try:
+        assert session.write("Hello", **options).tokens
+    except InputError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("option", ["chat_template_kwargs", "json_schema"])
+def test_a_file_that_holds_no_object_is_refused(
+    session: Session, option: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "list.json"
+    file.write_text("[1]")
+    assert "must hold a JSON object, found [1]" in refusal(
+        session.write, "Hello", **{option: str(file)}
+    )
+
+
+# Prompts
+
+
 @pytest.mark.parametrize("prompt", ["", " ", None, 3, [], ["Hello"], [True], b"Hello"], ids=repr)
 def test_what_is_no_prompt_is_refused(session: Session, prompt: Any) -> None:
     for call in (session.write, session.stream, session.chat().say):
         assert "a string that is not empty" in refusal(call, prompt)
-    if not isinstance(prompt, list):
-        assert "prompts must be a list" in refusal(session.write_all, prompt)
+    assert "prompts must be a list" in refusal(session.write_all, "Hello")
 
 
 @pytest.mark.parametrize(
@@ -132,30 +193,119 @@ def test_a_prompt_that_no_model_reads_is_refused(session: Session, prompt: Any, 
     assert said in refusal(session.write, prompt)
 
 
+def test_a_prompt_is_a_text_its_token_ids_or_a_conversation(session: Session) -> None:
+    sample = session.write("hi")
+    ids = sample.source.tokens[: sample.prompt_tokens]
+    for same in (ids, tuple(ids), HI):
+        assert session.write(same).tokens == sample.tokens
+        assert "".join(session.stream(same)) == sample.text
+    together = session.write_all(["hi", ids, HI], seed=0)
+    assert [each.tokens for each in together] == [sample.tokens] * 3
+
+
+def test_a_variable_of_the_template_switches_thinking_off(session: Session) -> None:
+    opening = len(session.tokenizer.encode("<think>\n"))
+    wanted = session.write("hi").prompt_tokens - opening
+    for given in (SWITCH, json.loads(SWITCH)):
+        assert session.write("hi", chat_template_kwargs=given).prompt_tokens == wanted
+        assert session.chat(chat_template_kwargs=given).say("hi").prompt_tokens == wanted
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "is_said"),
     [
-        {"top_k": 10**400, "temperature": 1.0},
-        {"json_schema": {"type": "integer", "minimum": 10**40}},
-        {"json_schema": reduce(lambda inner, _: {"items": inner}, range(3000), {})},
+        ({"regex": "[ab]+"}, True),
+        ({"stop": ["x"]}, True),
+        ({"stop": ["x"], "chat_template_kwargs": SWITCH}, False),
+        ({}, False),
     ],
-    ids=["top-k", "minimum", "depth"],
 )
-def test_numbers_and_schemas_of_any_size_are_taken_or_refused(
-    session: Session, options: dict[str, Any]
+def test_a_grammar_or_a_stop_that_begins_in_a_thinking_part_is_said(
+    options: dict[str, Any], is_said: bool, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        assert len(session.write("Hello", **options).tokens) == 12
-    except InputError as error:
-        assert "\n" not in str(error)
+    session.write("hi", **options)
+    assert ("opens a thinking part" in capsys.readouterr().err) == is_said
 
 
-@pytest.mark.parametrize("option", ["chat_template_kwargs", "json_schema"])
-def test_a_file_that_holds_no_object_is_refused(
-    session: Session, option: str, tmp_path: Path
+def test_python_gives_paths_dtypes_devices_and_single_strings(
+    thinker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "list.json"
-    file.write_text("[1]")
-    assert "must hold a JSON object, found [1]" in refusal(
-        session.write, "Hello", **{option: str(file)}
+    monkeypatch.setenv("HOME", str(thinker.parent))
+    loaded = generate.load(
+        Path("~/thinker"), dtype=torch.float32, device=torch.device("cpu"), max_new_tokens=8
     )
+    assert (loaded.folder, loaded.dtype) == (thinker, torch.float32)
+    assert loaded.options.device == "cpu"
+    for stops in ("x", ["x"], ("x",)):
+        assert loaded.options.merged({"stop": stops}).stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [("", '"é<"'), ("ensure_ascii=False", '"é<"'), ("True", r'"\u00e9<"')]
+)
+def test_a_template_writes_json_as_in_transformers(thinker: Path, given: str, shown: str) -> None:
+    tokenizer = Tokenizer(thinker)
+    tokenizer.chat_template = f"{{{{ messages[0]['content'] | tojson({given}) }}}}"
+    ids = tokenizer.encode_chat([{"role": "user", "content": "é<"}])
+    assert tokenizer.decode(ids) == shown
+
+
+# Structured output
+
+
+def test_a_text_is_one_of_a_schema_an_expression_or_a_grammar(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    """Given itself, or in a file. This model's end of text is the letter q."""
+    session = generate.load(str(chat_model), draft="exit", max_new_tokens=64)
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=4))
+    (tmp_path / "g.lark").write_text('start: "x" /[0-9]{2}/ "y"')
+    for given, expected in (
+        ({"json_schema": SCHEMA}, JSON),
+        ({"json_schema": json.dumps(SCHEMA)}, JSON),
+        ({"json_schema": str(tmp_path / "schema.json")}, JSON),
+        ({"regex": "x[0-9]{2}y"}, "x[0-9]{2}y"),
+        ({"grammar": 'start: "x" /[0-9]{2}/ "y"'}, "x[0-9]{2}y"),
+        ({"grammar": tmp_path / "g.lark"}, "x[0-9]{2}y"),
+    ):
+        for sample in (
+            session.write(PROMPT, **given),
+            *session.write_all([PROMPT], **given),
+            session.chat().say("hi", **given),
+        ):
+            assert re.fullmatch(f"{expected}q", sample.text)
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "prompt", "same"),
+    [
+        ("", {}, "hi", {"system": TOLD}),
+        ("", {"system": "be kind"}, "hi", {"system": f"be kind\n{TOLD}"}),
+        ("", {"chat": False}, "hi", {"chat": False}),
+        (NO_SYSTEM, {}, f"hi\n{TOLD}", {}),
+    ],
+    ids=["alone", "after another", "without a chat", "refused"],
+)
+def test_the_system_message_or_where_it_is_refused_the_first_one_tells_the_schema(
+    template: str, given: dict[str, Any], prompt: str, same: dict[str, Any], chat_model: Path
+) -> None:
+    tokenizer = Tokenizer(chat_model)
+    tokenizer.chat_template = template + tokenizer.chat_template
+    pretty = json.dumps(SCHEMA, indent=2)
+    told = encode_prompt(tokenizer, "hi", Options(json_schema=pretty, **given))
+    assert told == encode_prompt(tokenizer, prompt, Options(**same))
+
+
+def test_a_dead_end_is_told_with_the_grammars_reason(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = generate.load(str(chat_model), draft="none", regex="[ab]{9}", max_new_tokens=9)
+    nothing = torch.zeros(session.config.vocab_size, dtype=torch.bool)
+    reason = "the regular expression: too many states"
+    compute = GrammarConstraint._compute
+    monkeypatch.setattr(
+        GrammarConstraint,
+        "_compute",
+        lambda self, written: (nothing, reason) if written else compute(self, written),
+    )
+    assert refusal(session.write, PROMPT) == reason

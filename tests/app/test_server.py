@@ -34,9 +34,9 @@ from app.server.requests import OPTIONS, ChatBody, CompletionBody, begin, compla
 from app.server.worker import Job, Worker
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
-from tests.calls import recorded
+from tests.calls import recorded, until
 from tests.commands import Run
-from tests.serving import CONTEXT, Served, events_of, serving, until
+from tests.serving import CONTEXT, Served, events_of, serving
 
 PROMPT = "the hen and the"
 QUEUE = 16
@@ -217,15 +217,13 @@ def test_a_conversation_goes_on_where_its_cache_is(
     for letter in "wxyz":
         served.text(prompt=letter * 600, max_tokens=1)
     talks = [[said(f"{name} and the hen " * 9)] for name in ("ann", "bob")]
-    for _ in range(2):
-        read = recorded(
-            monkeypatch, type(served.worker.together), "prefill", lambda _, ids, *at: ids.shape[1]
-        )
-        for talk in talks:
-            _, answer = served.ask(CHAT, {"messages": talk, "max_tokens": 4})
-            talk += [answer["choices"][0]["message"], said("why")]
-        monkeypatch.undo()
-    assert max(read) < 40, "of the second turn only what is new"
+    read = recorded(
+        monkeypatch, type(served.worker.together), "prefill", lambda _, ids, *at: ids.shape[1]
+    )
+    for talk in talks * 2:
+        _, answer = served.ask(CHAT, {"messages": talk, "max_tokens": 4})
+        talk += [answer["choices"][0]["message"], said("why")]
+    assert len(read) == 4 and max(read[2:]) < 40, "of the second turn only what is new"
 
 
 # ---- requests ----
@@ -330,9 +328,13 @@ def test_messages_may_be_in_parts_and_with_the_fields_of_answers(served: Served)
     cached = {"type": "text", "text": "the ", "cache_control": {"type": "ephemeral"}}
     answered = {"refusal": None, "tool_calls": None, "annotations": [], "name": "fox"}
     other = said([cached, {"type": "text", "text": "hen"}], **answered)
-    plain = [said("be brief", role="system"), said("the hen")]
-    bodies = [ChatBody(messages=each) for each in (plain, [said("be brief", "developer"), other])]
-    first, second = (begin(served.worker.session, body).source.tokens for body in bodies)
+    first, second = (
+        begin(served.worker.session, ChatBody(messages=messages)).source.tokens
+        for messages in (
+            [said("be brief", "system"), said("the hen")],
+            [said("be brief", "developer"), other],
+        )
+    )
     assert first == second
 
 
@@ -365,28 +367,25 @@ def test_any_fields_are_a_text_or_a_refusal(
 
 
 @pytest.mark.parametrize(
-    ("host", "origin", "status"),
+    ("host", "more", "status"),
     [
-        ("localhost:8000", None, 200),
-        ("192.168.1.7:8000", None, 200),
-        ("[::1]:8000", None, 200),
-        ("aibox:8000", None, 200),
-        ("evil.example:8000", None, 403),
-        ("127.0.0.1.evil.example", None, 403),
-        ("localhost:8000@evil.example", None, 403),
-        ("localhost:8000", "http://localhost:8000", 200),
-        ("localhost:8000", "http://localhost:3000", 403),
-        ("localhost:8000", "http://evil.localhost:8000", 403),
-        ("localhost:8000", "null", 403),
+        ("localhost:8000", {}, 200),
+        ("192.168.1.7:8000", {}, 200),
+        ("[::1]:8000", {}, 200),
+        ("aibox:8000", {}, 200),
+        ("evil.example:8000", {}, 403),
+        ("127.0.0.1.evil.example", {}, 403),
+        ("localhost:8000@evil.example", {}, 403),
+        ("localhost:8000", {"Origin": "http://localhost:8000"}, 200),
+        ("localhost:8000", {"Origin": "http://localhost:3000"}, 403),
+        ("localhost:8000", {"Origin": "http://evil.localhost:8000"}, 403),
+        ("localhost:8000", {"Origin": "null"}, 403),
     ],
 )
 def test_no_page_of_another_site_may_use_the_server(
-    host: str, origin: str | None, status: int, served: Served
+    host: str, more: dict[str, str], status: int, served: Served
 ) -> None:
-    headers = {"Host": host} | ({"Origin": origin} if origin else {})
-    found, answer = served.ask("/v1/models", **headers)
-    assert found == status
-    assert status == 200 or "start it with --allow-host NAME" in answer["error"]["message"]
+    assert served.ask("/v1/models", Host=host, **more)[0] == status
 
 
 def test_a_text_without_a_limit_goes_on_to_the_context(chat_model: Path) -> None:
@@ -430,50 +429,39 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     assert begun == sorted(begun) and len(begun) == len(asking) - 1
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The worker's clock, which the test moves."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
-    monkeypatch.setattr("app.server.worker.time", clock)
-    return clock
-
-
 def test_the_pace_is_the_time_of_the_last_text(
-    clock: SimpleNamespace, served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By which refused clients are told when to come back."""
-    monkeypatch.setattr(served.worker, "pace", 0.0)
-    recorded(monkeypatch, served.worker.session, "rounds", lambda *_: setattr(clock, "now", 7.0))
-    served.text(prompt=PROMPT)
-    until(lambda: served.worker.pace == 7)
+    """By which refused clients are told when to come back. Here it was the pace of a slow one."""
+    monkeypatch.setattr(served.worker, "pace", 1000.0)
+    served.text(prompt=PROMPT, max_tokens=1)
+    until(lambda: 0 < served.worker.pace < 100)
 
 
 @pytest.mark.parametrize(("pace", "seconds"), [(0.05, 0.05), (1.0, 6.0)])
 def test_of_sixty_requests_at_once_two_retries_lose_none(
-    pace: float, seconds: float, clock: SimpleNamespace
+    pace: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where four are written and twelve wait. Each text takes ``seconds``, and the one before them
     took ``pace``. OpenAI's client retries twice, when it is told to.
     """
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
+    monkeypatch.setattr("app.server.worker.time", clock)
     worker = SimpleNamespace(jobs=[], slots=4, places=16, pace=pace, last_return=0.0)
-    free = [0.0] * worker.slots
+    free = [0.0] * worker.slots  # when each slot is
     coming = [(0.0, client, 2) for client in range(60)]
     while coming:
-        clock.now, client, retries = heappop(coming)
-        written = sum(job.ends <= clock.now for job in worker.jobs)
+        now, client, retries = heappop(coming)
+        written = sum(job.since + seconds <= now for job in worker.jobs)
         del worker.jobs[:written]
         worker.pace = seconds if written else worker.pace
-        job = SimpleNamespace(is_abandoned=False)
+        job = SimpleNamespace(is_abandoned=False, since=max(now, free[0]))
         try:
             Worker.enqueue(worker, job)
+            free = [*free[1:], job.since + seconds]
         except HTTPException as refused:
             assert retries, f"client {client} is lost"
-            again = clock.now + int(refused.headers["Retry-After"])
-            heappush(coming, (again, client, retries - 1))
-        else:
-            job.since = max(clock.now, free.pop(0))
-            job.ends = job.since + seconds
-            free.append(job.ends)
+            heappush(coming, (now + int(refused.headers["Retry-After"]), client, retries - 1))
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_ends_between_two_chunks(
@@ -492,9 +480,11 @@ def test_a_client_that_leaves_before_its_stream_begins_ends_its_text(
 ) -> None:
     """Here the request ends with a response that was never sent."""
     samples = recorded(monkeypatch, served.worker.session, "rounds", lambda sample, *_: sample)
-    request = Mock(headers={"content-length": 1})
-    request.body = AsyncMock(return_value=json.dumps({**ENDLESS, "stream": True}))
-    request.is_disconnected = AsyncMock(return_value=False)
+    request = Mock(
+        headers={"content-length": 1},
+        body=AsyncMock(return_value=json.dumps({**ENDLESS, "stream": True})),
+        is_disconnected=AsyncMock(return_value=False),
+    )
     asyncio.run(respond(served.worker, CompletionBody, request))
     until(lambda: not served.worker.jobs)
     assert samples[0].finish == "interrupted"
@@ -504,13 +494,11 @@ def test_what_fails_in_writing_is_printed_and_the_next_text_is_written(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The client is told nothing of the failure."""
-    monkeypatch.setattr(served.worker.session, "rounds", None)
-    status, answer = served.ask(TEXT, {"prompt": PROMPT, "stream": True})
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(served.worker.session, "rounds", None)
+        status, answer = served.ask(TEXT, {"prompt": PROMPT, "stream": True})
     assert (status, answer["error"]["type"]) == (500, "server_error")
-    trouble = "a request could not be answered"
-    assert answer["error"]["message"] == trouble.replace("a request", "the request")
-    assert capsys.readouterr().err.startswith(f"[{trouble}: TypeError: 'NoneType' object")
+    assert "NoneType" in capsys.readouterr().err and "NoneType" not in answer["error"]["message"]
     assert served.text(prompt=PROMPT)
 
 

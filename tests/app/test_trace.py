@@ -19,13 +19,13 @@ from app.characters import Labels, visible
 from app.trace import LiveTrace
 from decoding.rounds import Round
 from decoding.text import Text as Written
-from tests.calls import interrupted
+from tests.calls import interrupted, recorded
 from tests.commands import Run
 
 END = 9
 RED, GREEN, BLUE = 1, 2, 4  # as ANSI numbers them
 # Words, a line break, a character of three bytes over two tokens and over three, a wide one, the
-# end of the text.
+# end of the text; spaces, and a token without bytes and name.
 PIECES = [
     b" the",
     b" quick",
@@ -37,13 +37,10 @@ PIECES = [
     b"\x9c",
     " 狐".encode(),
     b"",
+    b"  ",
+    b"",
 ]
 LABELS = Labels(lambda token: PIECES[token], {"<end>": END})
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def show(
@@ -53,9 +50,11 @@ def show(
     terminal: bool = False,
     colour: bool = False,
     labels: Labels = LABELS,
+    into: io.StringIO | None = None,
 ) -> str:
     """What the view writes, without pauses."""
-    file = Terminal() if terminal else io.StringIO()
+    file = into or io.StringIO()
+    file.isatty = lambda: terminal
     console = Console(
         file=file,
         width=width,
@@ -144,20 +143,13 @@ def test_a_terminal_shows_every_word_once_in_whole_lines(rounds: list[Round]) ->
 
 
 def test_a_draft_is_seen_dim_before_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, seen = Terminal(), []
-    console = Console(
-        file=file, width=60, force_terminal=True, color_system="standard", _environ={}
-    )
-    monkeypatch.setattr(
-        trace.time, "sleep", lambda seconds: seen.append((seconds, file.getvalue()))
-    )
-    with LiveTrace(console, LABELS) as view:
-        view.add(Round(5, [], 0, [0]))
-        view.add(Round(6, [1, 2], 1, [1, 0]))
-    ((seconds, before),) = seen
-    assert seconds == trace.PAUSE
-    assert "\x1b[2m quick fox" in before and screen(before, 60)[1] == " the quick fox"
-    assert "\x1b[32m quick" in file.getvalue() and "\x1b[9;31m fox" in file.getvalue()
+    rounds = [Round(5, [], 0, [0]), Round(6, [1, 2], 1, [1, 0])]
+    file = io.StringIO()
+    seen = recorded(monkeypatch, trace.time, "sleep", lambda seconds: file.getvalue())
+    after = show(rounds, width=60, terminal=True, colour=True, into=file)
+    assert len(seen) == 1 and screen(seen[0], 60)[1] == " the quick fox"
+    assert "\x1b[2m quick fox" in seen[0]
+    assert "\x1b[32m quick" in after and "\x1b[9;31m fox" in after
 
 
 def test_what_is_taken_back_is_named_and_what_follows_is_whole() -> None:
@@ -178,17 +170,14 @@ def test_nothing_in_the_text_acts_on_the_terminal(colour: bool) -> None:
     labels = Labels(lambda token: hostile.encode(), {})
     shown = show([Round(5, [1, 1], 1, [1, 1], retracted=[1])], colour=colour, labels=labels)
     left = re.sub(r"\x1b\[[0-9;]*m", "", shown) if colour else shown
-    assert left.count("\n") == 2 and all(
-        character.isprintable() for character in left.replace("\n", "")
-    )
+    assert left.count("\n") == 2 and left.replace("\n", "").isprintable()
     assert "[red]x[/red]" in left, "markup was obeyed"
 
 
 def test_a_token_is_labelled_by_its_text_its_bytes_or_its_name() -> None:
-    assert [LABELS(token) for token in (0, 3, 4, END)] == [" the", "↵", "\\xe2\\x9c", "<end>"]
+    labels = [LABELS(token) for token in (0, 3, 4, END, 10, 11)]
+    assert labels == [" the", "↵", "\\xe2\\x9c", "<end>", "␣␣", "#11"]
     assert visible("naïve café 狐 👩\u200d🚀 a b\n\t") == "naïve café 狐 👩\u200d🚀 a b↵⇥"
-    assert Labels(lambda token: b"  ", {})(1) == "␣␣"
-    assert Labels(lambda token: b"", {})(12) == "#12"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.ranks import run_all, started
 
 EXACT = ["--dtype", "float64", "--max-new-tokens", "16", "--json"]
 LONG = ["--max-new-tokens", str(1 << 16), "--draft", "none"]
-SILENT = Outcome(0, "", "")
 
 
 def main_in(place: tuple[Path, list[str]]) -> int:
@@ -75,7 +74,7 @@ def test_two_processes_write_the_texts_of_one_and_the_first_alone_speaks(
     alone = run(*shared)
     assert first.status == alone.status == 0 and "tokens/s" in first.err
     assert [each["tokens"] for each in first.objects] == [each["tokens"] for each in alone.objects]
-    assert all(each["drafted"] for each in first.objects) and other == SILENT
+    assert all(each["drafted"] for each in first.objects) and other == Outcome(0, "", "")
 
 
 def test_the_options_the_prompt_and_the_seed_are_those_of_the_first(
@@ -85,7 +84,7 @@ def test_the_options_the_prompt_and_the_seed_are_those_of_the_first(
     shared = command(folder, "--json", "--temperature", 1, "--prompt-file", "prompt")[1:]
     places = [(tmp_path, [*shared, "--max-new-tokens", "4"]), (folder, shared)]
     first, other = run_all(main_in, places)
-    assert len(first.result["tokens"]) == 4 and other == SILENT
+    assert len(first.result["tokens"]) == 4 and other == Outcome(0, "", "")
 
 
 def test_ctrl_c_ends_all_of_them_after_what_was_written(folder: Path) -> None:
@@ -122,11 +121,10 @@ def rounding_otherwise(arguments: list[str]) -> int:
 
 def test_processes_that_choose_different_tokens_end_with_one_line(folder: Path) -> None:
     """Other random numbers stand for hardware that rounds differently."""
-    drawn = "--draft", "none", "--temperature", 1, "--coupling", "ratio"
-    first, other = run_all(rounding_otherwise, [command(folder, *EXACT, *drawn)] * 2)
-    assert first.err.splitlines()[-1].startswith(
-        "error: the processes disagree"
-    ) and other == Outcome(2, "", "")
+    drawn = command(folder, *EXACT, "--draft", "none", "--temperature", 1, "--coupling", "ratio")
+    first, other = run_all(rounding_otherwise, [drawn] * 2)
+    assert first.err.splitlines()[-1].startswith("error: the processes disagree")
+    assert other == Outcome(2, "", "")
 
 
 BAD = {
