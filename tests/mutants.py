@@ -41,7 +41,6 @@ from tests.decoding import (
     test_drafters,
     test_grammar,
     test_race,
-    test_randomness,
     test_speculate,
     test_text,
 )
@@ -249,7 +248,7 @@ MUTANTS = [
         "accept",
         "< probabilities",
         "<= probabilities",
-        test_randomness.test_u_zero_accepts_nothing_impossible,
+        test_race.test_u_zero_accepts_nothing_impossible,
     ),
     Mutant(
         6,
@@ -276,7 +275,7 @@ MUTANTS = [
         "accept",
         "self.uniform(len(probabilities))",
         "self.uniform(1)",
-        test_randomness.test_tosses_are_independent_within_a_call_and_between_calls,
+        test_race.test_tosses_are_independent_within_a_call_and_between_calls,
     ),
     Mutant(
         9,

@@ -17,23 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.drafters import Drafter
+from decoding import drafters, policies, sampling
 from decoding.grammar import ForcedTokens, Grammar, Vocabulary
-from decoding.policies import AdaptiveExit, FixedLength, Policy
-from decoding.proof.enumeration import output_law, total_variation
-from decoding.proof.loop_law import Setup, run_loop
-from decoding.proof.plain_law import Request, plain_law
-from decoding.proof.table_model import TEXTS, TableModel
+from decoding.proof import enumeration, loop_law, plain_law, table_model
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
-from decoding.sampling import SamplingParams
 from model.cache import KVCache
 from tests.calls import recorded
 from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
-TOKENS = TEXTS[: EOS + 1]
+TOKENS = table_model.TEXTS[: EOS + 1]
 LONGEST = 10  # bytes of the strings by which a language is enumerated, more than any text here has
 
 
@@ -62,11 +57,11 @@ GRAMMARS: dict[str, tuple[str, str]] = {
     "nested": ("lark", 'start: "a" start "b" | "c"'),
 }
 PARAMS = [
-    SamplingParams(1.0),
-    SamplingParams(0.0),
-    SamplingParams(0.7, top_k=2),
-    SamplingParams(1.0, repetition_penalty=1.4),
-    SamplingParams(1.2, min_p=0.2),
+    sampling.SamplingParams(1.0),
+    sampling.SamplingParams(0.0),
+    sampling.SamplingParams(0.7, top_k=2),
+    sampling.SamplingParams(1.0, repetition_penalty=1.4),
+    sampling.SamplingParams(1.2, min_p=0.2),
 ]
 STOPS: list[dict[str, Any]] = [
     {},
@@ -74,9 +69,9 @@ STOPS: list[dict[str, Any]] = [
     {"banned": ("bb",), "max_new_tokens": 2},
     {"banned": ("aa", "ca"), "max_new_tokens": 2, "stop_strings": ("c",)},
 ]
-POLICIES: list[Callable[[], Policy]] = [
-    lambda: FixedLength(2),
-    lambda: FixedLength(3),
+POLICIES: list[Callable[[], policies.Policy]] = [
+    lambda: policies.FixedLength(2),
+    lambda: policies.FixedLength(3),
     lambda: QuickExit(0.45, 3, step=0.3),
 ]
 
@@ -86,25 +81,27 @@ def grammar(name: str) -> Grammar:
     return Grammar(*GRAMMARS[name], VOCABULARY)
 
 
-def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], Drafter]:
+def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], drafters.Drafter]:
     """Forced tokens of the grammar, and elsewhere the drafts of the inner drafter."""
 
-    def make(model: Any, cache: KVCache) -> Drafter:
+    def make(model: Any, cache: KVCache) -> drafters.Drafter:
         return ForcedTokens(TABLE_DRAFTERS[inner](model, cache), grammar(name)(1))
 
     return make
 
 
-def table(seed: str) -> TableModel:
+def table(seed: str) -> table_model.TableModel:
     return random_tables(Random(seed).getrandbits(32), 7, 5)
 
 
-def request(name: str, number: int = 0) -> Request:
+def request(name: str, number: int = 0) -> plain_law.Request:
     """A request under a grammar, with other parameters and stops for each number."""
     more = {"max_new_tokens": 3} | STOPS[number % len(STOPS)]
     constraints = (grammar(name)(1),)
     params = PARAMS[number % len(PARAMS)]
-    return Request(params=params, eos_ids=frozenset({EOS}), constraints=constraints, **more)
+    return plain_law.Request(
+        params=params, eos_ids=frozenset({EOS}), constraints=constraints, **more
+    )
 
 
 @pytest.mark.parametrize("numbers", [range(4), pytest.param(range(4, 64), marks=pytest.mark.prove)])
@@ -116,10 +113,10 @@ def test_the_law_is_plain_constrained_samplings(
     """Its constraint knows the strings of the language, and not the library."""
     for number in numbers:
         asked, model = request(name, number), table(f"{name} {drafter} {number}")
-        setup = Setup(under_grammar(name, drafter), POLICIES[number % 3])
+        setup = loop_law.Setup(under_grammar(name, drafter), POLICIES[number % 3])
         known = replace(asked, constraints=(of_language(name),))
-        law = output_law(partial(run_loop, model, asked, setup))
-        assert total_variation(law, plain_law(model, known)) < EXACT
+        law = enumeration.output_law(partial(loop_law.run_loop, model, asked, setup))
+        assert enumeration.total_variation(law, plain_law.plain_law(model, known)) < EXACT
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -127,9 +124,9 @@ def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
     for number in range(20):
         asked, model = request(name, number), table(f"{name} {number}")
         policy = POLICIES[number % 3]
-        setups = [Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
+        setups = [loop_law.Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
         randomness = KeyedRandomness(number)
-        texts = {run_loop(model, asked, each, randomness, rule="race") for each in setups}
+        texts = {loop_law.run_loop(model, asked, each, randomness, rule="race") for each in setups}
         assert len(texts) == 1
 
 
@@ -199,12 +196,12 @@ def test_the_masks_are_freed_with_their_text() -> None:
 def test_forced_tokens_are_drafted_without_a_model_and_accepted(
     name: str, drafter: str, first: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
+    plans = recorded(monkeypatch, table_model.TableModel, "__call__", lambda *given: given[4:])
     rounds: list[Round] = []
-    policy = AdaptiveExit(0.5, 6)
-    setup = Setup(under_grammar(name, drafter), lambda: policy)
+    policy = policies.AdaptiveExit(0.5, 6)
+    setup = loop_law.Setup(under_grammar(name, drafter), lambda: policy)
     asked = replace(request(name), max_new_tokens=8)
-    run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
+    loop_law.run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
     assert rounds[0].drafted[: len(first)] == first and rounds[0].accepted
     assert {*plans} == {()}, "the target alone was called"
     assert (policy.rate, policy.threshold) == (0.0, 0.5), "nothing is learned of a model's drafts"

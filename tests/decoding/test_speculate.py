@@ -12,9 +12,7 @@ from decoding import speculate as loop
 from decoding import verify as rules
 from decoding.drafters import CheckedDrafter, Draft, Drafter, ModelDrafter, NoDraft
 from decoding.policies import ConfidenceGate, FixedLength, Policy
-from decoding.proof.loop_law import Setup, run_loop
-from decoding.proof.plain_law import Request
-from decoding.proof.table_model import TableModel
+from decoding.proof import loop_law, plain_law, table_model
 from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, one_hot
@@ -218,9 +216,11 @@ def test_logits_after_a_rejected_token_may_be_non_finite(broken: float) -> None:
     """Plain decoding never comes to a text that contains it, so an overflow there is no error."""
     target = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     always_two = torch.tensor([[0.0, 0.0, 1.0]] * 3, dtype=torch.float64)
-    model = TableModel(target, always_two)
+    model = table_model.TableModel(target, always_two)
     model.tables[None][0] = torch.tensor([0.0, 0.0, broken])  # the row after a 2
     rounds: list[Round] = []
-    run_loop(model, Request(max_new_tokens=6), Setup(), SeededRandomness(0), rounds)
+    loop_law.run_loop(
+        model, plain_law.Request(max_new_tokens=6), loop_law.Setup(), SeededRandomness(0), rounds
+    )
     assert tokens_of(rounds) == [1, 0, 1, 0, 1, 0]
     assert (rounds[0].drafted, rounds[0].accepted) == ([2, 2], 0)
