@@ -83,27 +83,20 @@ def applied(mutant: Mutant) -> Iterator[None]:
         yield
 
 
-def table(*, ties: bool = False) -> table_model.TableModel:
-    """Target and draft tables over three tokens: generic, or with the two best tokens of each row
-    tied.
-    """
-    if ties:
-        return table_model.TableModel(
-            *torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3)
-        )
-    return random_tables(4, 4, 3)
+TABLE = random_tables(4, 4, 3)
+TIED = table_model.TableModel(  # the two best tokens of each row are as likely
+    *torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3)
+)
 
 
 def law(
     request: Request,
     setup: loop_law.Setup | None = None,
     *,
-    ties: bool = False,
-    model: table_model.TableModel | None = None,
+    model: table_model.TableModel = TABLE,
     rule: str = "ratio",
 ) -> Callable[[], None]:
     """A killer: the production loop's enumerated law equals plain sampling's."""
-    model = model or table(ties=ties)
 
     def the_enumerated_law_equals_plain_samplings() -> None:
         assert loop_law.bias(model, request, setup or loop_law.Setup(), rule) < EXACT
@@ -181,7 +174,7 @@ def judged(mutant: Mutant) -> float | None:
     with applied(mutant), mock.patch.object(loop_law, "bias", found_by_judge):
         try:
             if mutant.row in RANDOM_NUMBERS:
-                found_by_judge(table(), LONG, loop_law.Setup())
+                found_by_judge(TABLE, LONG, loop_law.Setup())
             else:
                 mutant.killer()
         except AssertionError:  # also of a loop that writes too many tokens
@@ -266,7 +259,7 @@ MUTANTS = [
         "distribution",
         "temperature = None",
         "temperature = 1e-10",
-        law(GREEDY, ties=True),
+        law(GREEDY, model=TIED),
     ),
     Mutant(
         8,

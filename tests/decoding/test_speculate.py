@@ -3,6 +3,8 @@ ends.
 """
 
 import re
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,21 +54,9 @@ def plainly_greedy(model: Decoder) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-class Breaking:
-    """Drafter that returns a given object as its draft."""
-
-    def __init__(self, draft: object) -> None:
-        self.draft = draft
-
-    def propose(self, *_: object) -> object:
-        return self.draft
-
-    def rollback(self, length: int) -> None:
-        pass
-
-
-class NoRollback:
-    propose = Breaking.propose
+def breaking(draft: object) -> Mock:
+    """A drafter that returns this object as its draft."""
+    return Mock(propose=lambda *_: draft)
 
 
 IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
@@ -75,40 +65,36 @@ IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
 @pytest.mark.parametrize(
     ("drafter", "broken"),
     [
-        (Breaking(None), "must return a Draft of tensors, found None"),
-        (Breaking(Draft([1, 2], UNIFORM)), "must return a Draft of tensors"),
+        (breaking(None), "must return a Draft of tensors, found None"),
+        (breaking(Draft([1, 2], UNIFORM)), "must return a Draft of tensors"),
         (
-            Breaking(Draft(IDS.float(), UNIFORM)),
+            breaking(Draft(IDS.float(), UNIFORM)),
             r"int64 on cpu with k at most 4, found \[2\] torch.float32",
         ),
-        (Breaking(Draft(IDS[None], UNIFORM)), r"`tokens` must be \[k\] int64 .* found \[1, 2\]"),
-        (Breaking(Draft(IDS.repeat(3), UNIFORM.repeat(3, 1))), r"k at most 4, found \[6\]"),
+        (breaking(Draft(IDS[None], UNIFORM)), r"`tokens` must be \[k\] int64 .* found \[1, 2\]"),
+        (breaking(Draft(IDS.repeat(3), UNIFORM.repeat(3, 1))), r"k at most 4, found \[6\]"),
         (
-            Breaking(Draft(IDS, UNIFORM[:, 1:])),
+            breaking(Draft(IDS, UNIFORM[:, 1:])),
             r"`probs` must be \[2, 11\] floats on cpu, found \[2, 10\]",
         ),
         (
-            Breaking(Draft(IDS, UNIFORM.bool())),
+            breaking(Draft(IDS, UNIFORM.bool())),
             r"floats on cpu, found \[2, 11\] torch.bool",
         ),
-        (Breaking(Draft(IDS, UNIFORM.to("meta"))), "torch.float32 on meta"),
-        (Breaking(Draft(torch.tensor([1, VOCAB]), UNIFORM)), r"below 11, found \[1, 11\]"),
-        (Breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"from 0 and below 11, found \[-1, 1\]"),
-        (Breaking(Draft(IDS, UNIFORM * torch.nan)), r"must sum to 1, found \[nan, nan\]"),
-        (Breaking(Draft(IDS, UNIFORM.log())), "must sum to 1"),
-        (NoRollback(), "it has no method `rollback`"),
+        (breaking(Draft(IDS, UNIFORM.to("meta"))), "torch.float32 on meta"),
+        (breaking(Draft(torch.tensor([1, VOCAB]), UNIFORM)), r"below 11, found \[1, 11\]"),
+        (breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"from 0 and below 11, found \[-1, 1\]"),
+        (breaking(Draft(IDS, UNIFORM * torch.nan)), r"must sum to 1, found \[nan, nan\]"),
+        (breaking(Draft(IDS, UNIFORM.log())), "must sum to 1"),
+        (Mock(spec=["propose"]), "it has no method `rollback`"),
     ],
 )
 def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(
     drafter: Drafter, broken: str
 ) -> None:
     model = tiny_model("llama", vocab=VOCAB)
-
-    def run() -> None:
-        checked = CheckedDrafter(drafter, model)
-        write(model, prefilled(model, PROMPT), checked, FixedLength(4))
-
-    said = refusal(run)
+    cache = prefilled(model, PROMPT)
+    said = refusal(lambda: write(model, cache, CheckedDrafter(drafter, model), FixedLength(4)))
     assert re.search(f"drafter {type(drafter).__name__} .*{broken}", said)
 
 
@@ -117,8 +103,8 @@ def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token_up_to_the_bu
     model = tiny_model("llama", vocab=VOCAB)
     for params in (SamplingParams(), SamplingParams(1.0)):
         cache = prefilled(model, PROMPT)
-        how = {"params": params, "rules": Rules(18)}
-        rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), **how)
+        drafter = ModelDrafter(model, cache)
+        rounds = write(model, cache, drafter, FixedLength(4), params=params, rules=Rules(18))
         counts = [(len(r.drafted), r.accepted, len(r.emitted), r.finish) for r in rounds]
         assert counts == [(4, 4, 5, None)] * 3 + [(2, 2, 3, "length")]
 
@@ -137,28 +123,6 @@ def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> Non
     assert [round.target_confidence for round in rounds] == pytest.approx(expected, abs=1e-6)
 
 
-class Overflowing:
-    """A target whose logits are non-finite after ``last`` positions."""
-
-    def __init__(self, model: Decoder, last: int) -> None:
-        self.model, self.last = model, last
-        self.vocab_size, self.max_positions = model.vocab_size, model.max_positions
-        self.device = model.device
-
-    def __call__(self, tokens: Tensor, cache: KVCache, start: int) -> Tensor:
-        logits = self.model(tokens, cache, start)
-        logits[0, max(0, self.last - start) :] = torch.nan
-        return logits
-
-
-class Foreseeing(Breaking):
-    """Drafter of the next four of the tokens it is given."""
-
-    def propose(self, text: Text, limit: int, *_: object) -> Draft:
-        tokens = torch.tensor(self.draft[len(text.generated) :][: min(limit, 4)])
-        return Draft(tokens, one_hot(tokens, VOCAB))
-
-
 @pytest.mark.parametrize("trouble", ["dead end", "non-finite"])
 @pytest.mark.parametrize("rule", [Rule("ratio", 0), Rule("race", 0)], ids=str)
 def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, rule: Rule) -> None:
@@ -166,24 +130,32 @@ def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, 
     model = tiny_model("llama", vocab=VOCAB)
     plain = plainly_greedy(model)
     last = len(PROMPT) + 2
+
+    def overflow(module: object, given: tuple[Any, ...], logits: Tensor) -> None:
+        logits[0, max(0, last - 1 - given[2]) :] = torch.nan
+
+    def foresee(text: Text, limit: int, *_: object) -> Draft:
+        tokens = torch.tensor(plain[len(text.generated) :][:limit])
+        return Draft(tokens, one_hot(tokens, VOCAB))
+
     constraints = []
-    target = Overflowing(model, last - 1)
     said = "stop being finite"
+    cache = prefilled(model, PROMPT)
     if trouble == "dead end":
-        everything = torch.ones(VOCAB, dtype=torch.bool)
-        constraints = [lambda tokens: everything if len(tokens) < last else ~everything]
-        target = model
+        constraints = [lambda tokens: torch.full((VOCAB,), len(tokens) < last)]
         said = f"no token at position {last} of the text"
+    else:
+        model.register_forward_hook(overflow)
     text = Text(PROMPT, Rules(20, constraints=constraints), model)
     how = FixedLength(4), SamplingParams(), rule.randomness(), rule.verify
-    drafter = CheckedDrafter(Foreseeing(plain), model)
-    rounds = loop.speculate(target, prefilled(model, PROMPT), text, drafter, *how)
+    drafter = CheckedDrafter(Mock(propose=foresee), model)
+    rounds = loop.speculate(model, cache, text, drafter, *how)
     first = next(rounds)
     assert (first.drafted, first.accepted, first.emitted) == (plain[:4], 2, plain[:2])
     ended = Round(5, [1, 2, 3, 4], 3, [1, 2], [], "eos")
-    assert [verdict for _, verdict in ended.verdicts()] == ["accepted"] * 2 + ["discarded"] * 2
-    assert [verdict for _, verdict in first.verdicts()] == [
-        *("accepted", "accepted", "rejected", "discarded")
+    verdicts = [[verdict for _, verdict in round.verdicts()] for round in (first, ended)]
+    assert verdicts == [
+        ["accepted"] * 2 + [then, "discarded"] for then in ("rejected", "discarded")
     ]
     assert said in refusal(next, rounds)
     assert text.generated == plain[:2]

@@ -33,15 +33,14 @@ GREEDY = SamplingParams()
 RATIO = Rule("ratio", 0)
 
 
-def model_of(family: str, dtype: torch.dtype) -> Decoder:
-    return accelerate(tiny_model(family, vocab=VOCAB, hidden=16).to(dtype))
-
-
 MODELS: dict[str, Decoder] = {
-    "llama": model_of("llama", torch.bfloat16),
-    "gemma2": model_of("gemma2", torch.bfloat16),
-    "gemma3_text": model_of("gemma3_text", torch.float32),
-    "readable blocks": model_of("llama", torch.float64),
+    name: accelerate(tiny_model(family, vocab=VOCAB, hidden=16).to(dtype))
+    for name, family, dtype in (
+        ("llama", "llama", torch.bfloat16),
+        ("gemma2", "gemma2", torch.bfloat16),
+        ("gemma3_text", "gemma3_text", torch.float32),
+        ("readable blocks", "llama", torch.float64),
+    )
 }
 
 
