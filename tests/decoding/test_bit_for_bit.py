@@ -44,10 +44,10 @@ def check(session: Session, ids: list[int], given: dict[str, Any], tokens: int =
     ]
     if (session.folder / "plan.json").exists():
         ways.append({"draft": "skip", "gamma": 4})
-    texts = []
-    for way in ways:
-        options = session.options.merged(given | {"max_new_tokens": tokens}).merged(way)
-        texts.append(session.finish(session.begin(ids, options)))
+    given = given | {"max_new_tokens": tokens}
+    texts = [
+        session.finish(session.begin(ids, session.options.merged(given | way))) for way in ways
+    ]
     assert [text.tokens for text in texts] == [texts[0].tokens] * len(ways)
     return texts[0].text
 

@@ -1,5 +1,5 @@
-"""Laws of the loop beyond its distribution: greedy equality, budgets, caches, seeds, records, dead
-ends.
+"""Laws of the loop beyond its distribution: the contract of drafters, budgets, records, dead ends,
+numbers that are not finite.
 """
 
 import re
@@ -43,15 +43,6 @@ def write(
 
 def tokens_of(rounds: list[Round]) -> list[int]:
     return [token for round in rounds for token in round.emitted]
-
-
-@torch.inference_mode()
-def plainly_greedy(model: Decoder) -> list[int]:
-    """Greedy decoding without a cache and without the loop."""
-    tokens = list(PROMPT)
-    for _ in range(20):
-        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    return tokens[len(PROMPT) :]
 
 
 def breaking(draft: object) -> Mock:
@@ -128,7 +119,7 @@ def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> Non
 def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, rule: Rule) -> None:
     """And the error names the place behind them."""
     model = tiny_model("llama", vocab=VOCAB)
-    plain = plainly_greedy(model)
+    plain = tokens_of(write(model, prefilled(model, PROMPT), NoDraft(), FixedLength(0)))
     last = len(PROMPT) + 2
 
     def overflow(module: object, given: tuple[Any, ...], logits: Tensor) -> None:

@@ -197,25 +197,17 @@ if "SWIFT" in os.environ:
     utils.TOPK = 2  # drafts at the one place of a round, in place of ten at several
     utils.clone_past_key_values = MagicMock()
     # Its script also imports other packages, and a block of an older transformers.
-    others = (
-        "fastchat",
-        "fastchat.utils",
-        "bayes_opt",
-        "evaluation_llama",
-        "evaluation_llama.eval",
-    )
+    others = ("fastchat", "fastchat.utils", "bayes_opt", "evaluation_llama")
     block = ("model.swift", "model.swift.modeling_llama", "model.swift.kv_cache")
-    stubs = {name: MagicMock() for name in (*others, *block)}
+    stubs = dict.fromkeys((*others, "evaluation_llama.eval", *block), MagicMock())
     with patch.dict(sys.modules, {**stubs, "model.swift.utils": utils}):
-        script = Path(os.environ["SWIFT"], "evaluation_llama", "inference_swift.py")
-        forward = runpy.run_path(str(script))["swift_forward"]
-    forward.__globals__["get_choices_list"] = lambda probs, **_: [
-        [0] * depth + [child] for depth in range(len(probs)) for child in range(utils.TOPK)
-    ]
-    forward.__globals__["initialize_past_key_values"] = lambda model: (
-        [],
-        [torch.zeros(64, 1)],
-        torch.zeros(1),
+        script = os.path.join(os.environ["SWIFT"], "evaluation_llama", "inference_swift.py")
+        forward = runpy.run_path(script)["swift_forward"]
+    forward.__globals__.update(
+        get_choices_list=lambda probs, **_: [
+            [0] * depth + [child] for depth in range(len(probs)) for child in range(utils.TOPK)
+        ],
+        initialize_past_key_values=lambda model: ([], [torch.zeros(64, 1)], torch.zeros(1)),
     )
 
     def swift() -> tuple[int, ...]:

@@ -59,15 +59,18 @@ def plain(
     parameters: str = os.environ.get("PARAMETERS", "temperature"), **assistance: object
 ) -> tuple[int, ...]:
     """Tokens of a sampled text."""
+    helper = assistance.pop("assistant_model", None)
     config = {"do_sample": True, "max_new_tokens": 3, "top_k": 0, "pad_token_id": 0}
     config = GenerationConfig(
-        **config | SETS[parameters],
+        **config | SETS[parameters] | assistance,
         num_assistant_tokens=2,
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
     )
     mask = torch.ones_like(PROMPT)
-    written = TARGET.generate(PROMPT, attention_mask=mask, generation_config=config, **assistance)
+    written = TARGET.generate(
+        PROMPT, attention_mask=mask, generation_config=config, assistant_model=helper
+    )
     return tuple(written[0, PROMPT.shape[1] :].tolist())
 
 
