@@ -184,16 +184,13 @@ def speculative(
     return run
 
 
-class Scripted(SeededRandomness):
+def scripted(*uniforms: float) -> SeededRandomness:
     """SeededRandomness with uniform numbers given in advance."""
-
-    def __init__(self, *uniforms: float) -> None:
-        super().__init__(0)
-        self.script = list(uniforms)
-
-    def uniform(self, count: int) -> Tensor:
-        taken, self.script = self.script[:count], self.script[count:]
-        return torch.tensor(taken, dtype=torch.float64)
+    randomness, left = SeededRandomness(0), iter(uniforms)
+    randomness.uniform = lambda count: torch.tensor(
+        [next(left) for _ in range(count)], dtype=torch.float64
+    )
+    return randomness
 
 
 def plans(layers: int = 3, bits: Sequence[int] = (*LOW_BITS, FULL)) -> st.SearchStrategy[LayerPlan]:

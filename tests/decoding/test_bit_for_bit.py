@@ -90,5 +90,6 @@ def test_speculated_text_under_a_schema_is_plain_text_and_valid(
     asked = read_json(SCHEMAS)[name]
     session = load(str(smollm2), json_schema=asked["schema"])
     text = check(session, session.encode(asked["request"]), style, 160)
-    checker = jsonschema.FormatChecker()
-    jsonschema.validate(json.loads(text), asked["schema"], format_checker=checker)
+    jsonschema.validate(
+        json.loads(text), asked["schema"], format_checker=jsonschema.FormatChecker()
+    )

@@ -83,11 +83,7 @@ def grammar(name: str) -> Grammar:
 
 def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], drafters.Drafter]:
     """Forced tokens of the grammar, and elsewhere the drafts of the inner drafter."""
-
-    def make(model: Any, cache: KVCache) -> drafters.Drafter:
-        return ForcedTokens(TABLE_DRAFTERS[inner](model, cache), grammar(name)(1))
-
-    return make
+    return lambda model, cache: ForcedTokens(TABLE_DRAFTERS[inner](model, cache), grammar(name)(1))
 
 
 def table(seed: str) -> table_model.TableModel:
@@ -209,34 +205,47 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(
 
 # ---- what a user may give ----
 
-BAD = [
-    ("json_schema", "{", "the JSON schema is no JSON"),
-    ("json_schema", '{"const": NaN}', "the JSON schema is no JSON: NaN is no finite number"),
-    ("json_schema", '{"enum": [1e400]}', "the JSON schema is no JSON: 1e400 is no finite number"),
-    ("json_schema", "[]", "the JSON schema: a schema is an object"),
-    ("json_schema", '{"type": "nope"}', "the JSON schema: Invalid type: nope"),
-    ("json_schema", '{"enum": []}', "the JSON schema: Unsatisfiable schema"),
-    ("json_schema", '{"not": {}}', 'the JSON schema: Unimplemented keys: ["not"]'),
-    (
-        "json_schema",
-        '{"uniqueItems": true}',
-        'the JSON schema: Unimplemented keys: ["uniqueItems"]',
-    ),
-    ("json_schema", '{"const": "\\ud800"}', "the JSON schema is not supported"),
-    ("json_schema", '{"$ref": "#"}', "the JSON schema: no text satisfies it"),
-    ("json_schema", '{"$ref": "#/$defs/x"}', "the JSON schema: Pointer '/$defs/x' does not exist"),
-    ("regex", "(", "the regular expression: unclosed group"),
-    ("regex", "a\\", "the regular expression ends in a backslash that escapes nothing"),
-    ("regex", "(?=a)b", "the regular expression: look-around"),
-    ("regex", "", "the regular expression: only the empty text satisfies it"),
-    ("regex", "x", "the regular expression: it forces a byte that no token of the model writes"),
-    ("regex", "x|y", "the regular expression: no text satisfies it"),
-    ("lark", "start: foo", 'the Lark grammar: at 1(8): unknown name: "foo"'),
-    ("lark", "", "the Lark grammar: Empty grammar"),
-]
 
-
-@pytest.mark.parametrize(("kind", "source", "message"), BAD)
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("json_schema", "{", "the JSON schema is no JSON"),
+        ("json_schema", '{"const": NaN}', "the JSON schema is no JSON: NaN is no finite number"),
+        (
+            "json_schema",
+            '{"enum": [1e400]}',
+            "the JSON schema is no JSON: 1e400 is no finite number",
+        ),
+        ("json_schema", "[]", "the JSON schema: a schema is an object"),
+        ("json_schema", '{"type": "nope"}', "the JSON schema: Invalid type: nope"),
+        ("json_schema", '{"enum": []}', "the JSON schema: Unsatisfiable schema"),
+        ("json_schema", '{"not": {}}', 'the JSON schema: Unimplemented keys: ["not"]'),
+        (
+            "json_schema",
+            '{"uniqueItems": true}',
+            'the JSON schema: Unimplemented keys: ["uniqueItems"]',
+        ),
+        ("json_schema", '{"const": "\\ud800"}', "the JSON schema is not supported"),
+        ("json_schema", '{"$ref": "#"}', "the JSON schema: no text satisfies it"),
+        (
+            "json_schema",
+            '{"$ref": "#/$defs/x"}',
+            "the JSON schema: Pointer '/$defs/x' does not exist",
+        ),
+        ("regex", "(", "the regular expression: unclosed group"),
+        ("regex", "a\\", "the regular expression ends in a backslash that escapes nothing"),
+        ("regex", "(?=a)b", "the regular expression: look-around"),
+        ("regex", "", "the regular expression: only the empty text satisfies it"),
+        (
+            "regex",
+            "x",
+            "the regular expression: it forces a byte that no token of the model writes",
+        ),
+        ("regex", "x|y", "the regular expression: no text satisfies it"),
+        ("lark", "start: foo", 'the Lark grammar: at 1(8): unknown name: "foo"'),
+        ("lark", "", "the Lark grammar: Empty grammar"),
+    ],
+)
 def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message: str) -> None:
     assert refusal(Grammar, kind, source, VOCABULARY).startswith(message)
 

@@ -23,9 +23,9 @@ from tests.laws import (
     FALSE_ALARM,
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
-    Scripted,
     chi_square_p_value,
     random_tables,
+    scripted,
     tiny_model,
 )
 
@@ -269,7 +269,7 @@ def test_u_zero_accepts_nothing_impossible() -> None:
         (0.0, [0.0, 1e-30, 1.0], [False, True, True]),
         (JUST_BELOW_1, [1.0, 1.5, math.inf, 0.999], [True, True, True, False]),
     ):
-        found = Scripted(*[u] * len(probs)).accept(torch.tensor(probs, dtype=torch.float64))
+        found = scripted(*[u] * len(probs)).accept(torch.tensor(probs, dtype=torch.float64))
         assert found.tolist() == accepted
 
 
@@ -288,7 +288,7 @@ def test_a_draw_inverts_the_cumulative_distribution(
     weights: list[float], tokens: dict[float, int]
 ) -> None:
     for u, token in tokens.items():
-        assert Scripted(u).draw(torch.tensor(weights, dtype=torch.float64), Place(0)) == token
+        assert scripted(u).draw(torch.tensor(weights, dtype=torch.float64), Place(0)) == token
 
 
 SLIP = 2.0**-50  # possible error of a parallel prefix sum, relative to the total

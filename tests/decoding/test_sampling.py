@@ -171,21 +171,22 @@ def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float
     assert next(iter(wrong)).replace("_", "-") in refusal(SamplingParams, **wrong)
 
 
-LARGE = [
-    SamplingParams(),
-    SamplingParams(0.7),
-    *(SamplingParams(1.0, top_p=top_p) for top_p in (0.05, 0.5, 0.9, 0.99, 0.9999999)),
-    *(SamplingParams(temperature, top_p=0.9) for temperature in (0.1, 0.7, 3.0, 50.0)),
-    SamplingParams(0.7, top_k=40),
-    SamplingParams(5.0, top_k=9000, top_p=0.8),
-    SamplingParams(1.0, min_p=0.001),
-    SamplingParams(2.0, min_p=1e-9),
-    SamplingParams(0.7, 50, 0.9, 0.05),
-    SamplingParams(3.0, 0, 0.95, 0.01),
-]
-
-
-@pytest.mark.parametrize("params", LARGE, ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(0.7),
+        *(SamplingParams(1.0, top_p=top_p) for top_p in (0.05, 0.5, 0.9, 0.99, 0.9999999)),
+        *(SamplingParams(temperature, top_p=0.9) for temperature in (0.1, 0.7, 3.0, 50.0)),
+        SamplingParams(0.7, top_k=40),
+        SamplingParams(5.0, top_k=9000, top_p=0.8),
+        SamplingParams(1.0, min_p=0.001),
+        SamplingParams(2.0, min_p=1e-9),
+        SamplingParams(0.7, 50, 0.9, 0.05),
+        SamplingParams(3.0, 0, 0.95, 0.01),
+    ],
+    ids=str,
+)
 def test_a_cpu_draws_from_the_distribution_of_a_gpu(params: SamplingParams) -> None:
     """On a CPU the filters see few tokens of a large vocabulary, on a GPU all of them."""
     generator = torch.Generator().manual_seed(3)

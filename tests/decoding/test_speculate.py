@@ -22,7 +22,7 @@ from decoding.text import Rules, Text
 from decoding.verify import Rule
 from model.cache import KVCache
 from model.decoder import Decoder
-from tests.laws import Scripted, prefilled, tiny_model
+from tests.laws import prefilled, scripted, tiny_model
 from tests.refusal import refusal
 
 VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
@@ -163,7 +163,7 @@ def test_an_all_zero_residual_draws_from_the_target() -> None:
 
 def by_ratio(p: Tensor, q: Tensor, drafted: int, *uniforms: float) -> tuple[int, int]:
     """Accepted tokens, and the token that follows, at these random numbers."""
-    drawn = rules.verify_by_ratio(p, q, torch.tensor([drafted]), Scripted(*uniforms), Place(0))
+    drawn = rules.verify_by_ratio(p, q, torch.tensor([drafted]), scripted(*uniforms), Place(0))
     return tuple(each.item() for each in drawn)
 
 

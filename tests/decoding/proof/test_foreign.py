@@ -190,17 +190,18 @@ def test_the_loop_with_its_own_random_numbers_has_plain_samplings_law(
 
 # Block verification as a reader of its paper writes it
 
-MISTAKES = [  # with this number of drafted tokens: is it lossless?
-    ("none", 2, True),
-    ("first failure", 2, False),
-    ("ratio residual", 2, False),
-    ("ratio residual", 1, True),  # after one token both residuals are the same
-    ("bonus residual", 1, False),
-    ("raw q", 1, False),
-]
 
-
-@pytest.mark.parametrize(("mistake", "gamma", "is_lossless"), MISTAKES)
+@pytest.mark.parametrize(
+    ("mistake", "gamma", "is_lossless"),
+    [  # with this number of drafted tokens: is it lossless?
+        ("none", 2, True),
+        ("first failure", 2, False),
+        ("ratio residual", 2, False),
+        ("ratio residual", 1, True),  # after one token both residuals are the same
+        ("bonus residual", 1, False),
+        ("raw q", 1, False),
+    ],
+)
 def test_block_verification_from_the_paper_is_found_lossless_but_with_a_mistake(
     mistake: str, gamma: int, is_lossless: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
