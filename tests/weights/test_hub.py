@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.calls import recorded
-from tests.folders import LLAMA, write_folder
+from tests.folders import LLAMA, random_state, write_folder
 from tests.refusal import refusal
 from weights.load import load_model, model_folder, shown_name
 
@@ -132,13 +132,13 @@ def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
 
 @pytest.mark.usefixtures("hub")
 def test_shards_of_any_name_come_by_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = {"weight_map": {"model.embed_tokens.weight": "weights.1.safetensors"}}
-    files = {name: Page.files[name] for name in ("config.json", "consolidated.safetensors")}
-    files["model.safetensors.index.json"] = json.dumps(index).encode()
-    monkeypatch.setattr(Page, "files", files | {"weights.1.safetensors": b"tensors"})
-    found = model_folder("hub/sharded")
-    assert (found / "weights.1.safetensors").read_bytes() == b"tensors"
-    assert "consolidated.safetensors" not in fetched("hub/sharded")
+    """And no other file is downloaded or read."""
+    places = {"weight_map": dict.fromkeys(random_state(LLAMA), "weights.1.safetensors")}
+    files = Page.files | {"model.safetensors.index.json": json.dumps(places).encode()}
+    files["weights.1.safetensors"] = files.pop("model.safetensors")
+    monkeypatch.setattr(Page, "files", files)
+    assert load_model(model_folder("hub/sharded")).num_layers == LLAMA["num_hidden_layers"]
+    assert not {"consolidated.safetensors", "pytorch_model.bin"} & fetched("hub/sharded")
 
 
 @pytest.mark.usefixtures("hub")

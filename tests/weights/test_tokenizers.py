@@ -277,6 +277,10 @@ FRAGMENTS = (
 )
 fragments = st.sampled_from(FRAGMENTS.split("|"))
 USER = {"role": "user", "content": "a"}
+SEVERAL = [
+    {"name": "tool_use", "template": "x"},
+    {"name": "default", "template": "{{ messages[0].content }}!"},
+]
 plain_texts = st.lists(fragments | st.text(characters, max_size=6), max_size=8).map("".join)
 
 
@@ -454,32 +458,37 @@ def test_a_template_that_fails_is_one_line(changed, template, message):
     assert message in refusal(changed(chat_template=template).encode_chat, [USER])
 
 
-def test_a_variable_of_the_template_is_text(changed):
-    """Also the name of a control token in it, at any depth."""
-    tokenizer = changed(chat_template="{{ tone[0].kind }}{{ messages[0].content }}")
-    name, *_ = tokenizer.special
-    ids = tokenizer.encode_chat([USER], variables={"tone": [{"kind": name}]})
-    assert tokenizer.special[name] not in ids and tokenizer.decode(ids).startswith(name)
-
-
-def test_marks_of_answers_for_training_change_nothing(changed):
-    """Neither the text between them nor the blanks around them; a name set within ends there."""
-    tokenizer = changed(
-        chat_template="{% set x = 'a' %}{{ messages[0].role }}\n{%- generation %}{% set x = 'b' %}"
-        "{{ messages[0].content }}{% endgeneration %}{{ x }}\n"
-    )
-    assert tokenizer.decode(tokenizer.encode_chat([USER | {"content": "c"}])) == "userca"
-
-
-def test_the_template_beside_the_settings_and_the_default_of_several(changed, tmp_path):
-    several = [
-        {"name": "tool_use", "template": "x"},
-        {"name": "default", "template": "{{ messages[0].content }}!"},
-    ]
-    first = changed(chat_template=several)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
-    both = first, Tokenizer(tmp_path)
-    assert [each.decode(each.encode_chat([USER])) for each in both] == ["a!", "a?"]
+@pytest.mark.parametrize(
+    ("template", "file", "variables", "expected"),
+    [
+        # a variable is text, also the name of a control token in it, at any depth
+        (
+            "{{ tone[0].kind }}{{ messages[0].content }}",
+            None,
+            {"tone": [{"kind": "<|eot_id|>"}]},
+            "<|eot_id|>a",
+        ),
+        # marks of answers for training, and blanks around them; a name set within ends there
+        (
+            "{% set x = 'b' %}{{ messages[0].role }}\n{%- generation %}{% set x = 'c' %}"
+            "{{ messages[0].content }}{% endgeneration %}{{ x }}\n",
+            None,
+            {},
+            "userab",
+        ),
+        (SEVERAL, None, {}, "a!"),
+        (SEVERAL, "{{ messages[0].content }}?", {}, "a?"),
+    ],
+    ids=["variable", "marks", "the default of several", "the file beside the settings"],
+)
+def test_a_template_is_rendered_as_its_authors_expect(
+    changed, template, file, variables, expected, tmp_path
+):
+    if file:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    tokenizer = changed(chat_template=template)
+    ids = tokenizer.encode_chat([USER], variables=variables)
+    assert tokenizer.decode(ids) == expected
 
 
 @pytest.mark.parametrize(
