@@ -49,7 +49,7 @@ def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[d
     opening of the story.
     """
     tokenizer = session.tokenizer
-    narrated = session.merged({"system": NARRATOR})
+    narrated = session.options.merged({"system": NARRATOR})
     seed = rng.getrandbits(63)
     requests = [story_request(rng) for _ in range(rows)]
     begun = []
