@@ -83,12 +83,10 @@ def test_initial_weights_have_the_given_spread_and_neutral_norms(family):
         parse_config(small(family, hidden=32, layers=2, head_dim=16, attention_bias=True))
     )
     model.initialise(std=0.1, generator=torch.Generator().manual_seed(0))
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            x = torch.randn(3, len(module.weight))
-            torch.testing.assert_close(
-                module(x), x / x.pow(2).mean(-1, keepdim=True).sqrt(), rtol=1e-5, atol=1e-5
-            )
+    for norm in (each for each in model.modules() if isinstance(each, RMSNorm)):
+        x = torch.randn(3, len(norm.weight))
+        root = x.pow(2).mean(-1, keepdim=True).sqrt()
+        torch.testing.assert_close(norm(x), x / root, rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             assert 0.08 < parameter.std() < 0.12, name
