@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, compress, repeat
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -71,13 +72,7 @@ VARIED: dict[str, dict[str, Sequence[Any]]] = {  # the fields of each family
 }
 
 
-class _LiftedTorch:
-    """The torch module in which float32 means float64."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+LIFTED_TORCH = SimpleNamespace(**vars(torch) | dict.fromkeys(("float", "float32"), torch.float64))
 
 
 @contextmanager
@@ -86,7 +81,7 @@ def lifted() -> Iterator[None]:
     classes = [getattr(transformers, name) for name in FAMILIES.values()]
     with ExitStack() as patches:
         for module in (modeling_rope_utils, *(sys.modules[each.__module__] for each in classes)):
-            patches.enter_context(mock.patch.object(module, "torch", _LiftedTorch()))
+            patches.enter_context(mock.patch.object(module, "torch", LIFTED_TORCH))
         patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield
 

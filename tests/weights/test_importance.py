@@ -50,7 +50,8 @@ def test_a_second_start_reads_the_same_importance_or_measures_it_where_the_file_
     end: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another dtype has another file."""
-    first, file = measured(), importance_file(load_model(FOLDER), FOLDER)
+    first = measured()
+    file = importance_file(load_model(FOLDER), FOLDER)
     content = file.read_bytes()
     file.write_bytes(content[:end])
     torch.testing.assert_close(measured(), first, rtol=0, atol=0)

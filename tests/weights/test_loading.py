@@ -50,13 +50,6 @@ def write_json(folder: Path, value: Any, name: str = "config.json") -> Path:
     return folder
 
 
-def assert_holds(model: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """The model has the state's numbers, all of them and no others, in ``dtype``."""
-    expected = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in state.items()}
-    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
 # Layouts and dtypes
 
 
@@ -73,11 +66,13 @@ def test_a_file_gives_copies_of_its_tensors_in_the_wanted_dtype_or_else_their_ow
     """
     state = random_state(config, dtype=stored)
     bare = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    expected = {name: tensor.to(wanted or stored) for name, tensor in bare.items()}
     buffer = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     for written in state, bare | buffer:
         model = load_model(write_folder(tmp_path, config, written), wanted)
         (tmp_path / "model.safetensors").write_bytes(b"")
-        assert_holds(model, state, wanted or stored)
+        torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -387,8 +382,8 @@ def test_a_gpu_has_four_bits_where_a_kernel_takes_them(
 TOKENS = torch.arange(14)[None] % VOCAB
 
 
-def raw_config(family: str, **more: object) -> dict[str, object]:
-    raw = small(
+def raw_config(family: str, tied: bool, **more: Any) -> dict[str, Any]:
+    return small(
         family,
         hidden=16,
         layers=2,
@@ -397,12 +392,12 @@ def raw_config(family: str, **more: object) -> dict[str, object]:
         num_attention_heads=4,
         num_key_value_heads=2,
         pad_token_id=None,
-        tie_word_embeddings=family.startswith("gemma"),
+        tie_word_embeddings=tied,
         rope_theta=5000.0,
         rope_scaling=LLAMA3_ROPE | {"original_max_position_embeddings": 32},
         rope_local_base_freq=100.0,
+        **more,
     )
-    return raw | more
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -411,7 +406,7 @@ def test_what_one_library_saves_loads_in_the_other_with_the_same_logits(family, 
     """Ours with every weight that transformers wants, without its float32 casts; and theirs in
     several files. A model prepared for speed has the same tensors.
     """
-    ours = random_model(raw_config(family, tie_word_embeddings=tied, attention_bias=True))
+    ours = random_model(raw_config(family, tied, attention_bias=True))
     save_model(ours, tmp_path)
     with lifted():
         oracle, report = AutoModelForCausalLM.from_pretrained(
@@ -443,11 +438,11 @@ def test_every_config_survives_saving_and_loading(family, data, tmp_path_factory
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, monkeypatch):
-    save_model(random_model(raw_config("llama")), tmp_path)
+    save_model(random_model(raw_config("llama", False)), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     full = OSError(28, "No space left on device")
     monkeypatch.setattr("weights.checkpoint.write_json", Mock(side_effect=full))
-    said = refusal(save_model, random_model(raw_config("gemma2")), tmp_path)
+    said = refusal(save_model, random_model(raw_config("gemma2", True)), tmp_path)
     assert "cannot be written: No space left on device" in said
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -458,7 +453,7 @@ def test_the_tokenizer_and_the_ids_that_end_a_text_go_with_the_weights(tmp_path)
     source, folder = write_folder(tmp_path / "source", LLAMA | ids), tmp_path / "saved"
     (source / "notes.txt").write_text("not the tokenizer's")
     for taken_from in (source, folder):
-        save_model(random_model(raw_config("llama")), folder, tokenizer_from=taken_from)
+        save_model(random_model(raw_config("llama", False)), folder, tokenizer_from=taken_from)
         assert (ids | {"hidden_size": 16}).items() <= read_json(folder / "config.json").items()
         assert filecmp.dircmp(source, folder).left_only == ["notes.txt"]
         assert filecmp.cmp(folder / "tokenizer.json", source / "tokenizer.json", shallow=False)
