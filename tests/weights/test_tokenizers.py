@@ -4,7 +4,7 @@ a user types.
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,20 @@ def phi_3(folder: Path) -> None:
     llama_2_json(folder, added, turns)
 
 
-def llama_2_saved_by_transformers_5(folder: Path) -> None:
-    vocabulary, merges = bpe_of(llama_2_model())
-    tokenizer = transformers.LlamaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=True)
-    tokenizer.chat_template = LLAMA_2_TURNS
+def save_by_transformers_5(
+    folder: Path,
+    kind: type[transformers.PreTrainedTokenizerFast],
+    model: bytes,
+    turns: str,
+    control: Sequence[str] = (),
+    added: Sequence[str] = (),
+    **options: str,
+) -> None:
+    vocabulary, merges = bpe_of(model)
+    tokenizer = kind(vocab=vocabulary, merges=merges, add_bos_token=True, **options)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*control]})
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in added])
+    tokenizer.chat_template = turns
     tokenizer.save_pretrained(folder)
 
 
@@ -190,17 +200,6 @@ def gemma_sentencepiece(folder: Path) -> None:
     )
 
 
-def gemma_json(folder: Path) -> None:
-    vocabulary, merges = bpe_of(gemma_model())
-    tokenizer = transformers.GemmaTokenizer(
-        vocab=vocabulary, merges=merges, mask_token="<unk>", add_bos_token=True
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": GEMMA_CONTROL})
-    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("\n\n", "▁▁", "<b>")])
-    tokenizer.chat_template = GEMMA_TURNS
-    tokenizer.save_pretrained(folder)
-
-
 def llama_3(folder: Path) -> None:
     control = [
         "<|begin_of_text|>",
@@ -209,10 +208,13 @@ def llama_3(folder: Path) -> None:
         "<|end_header_id|>",
         "<|eot_id|>",
     ]
-    words = pre_tokenizers.Split(Regex(r"\s?\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}\s]+|\s+"), "isolated")
+    words = Regex(r"\s?\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}\s]+|\s+")
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -241,9 +243,19 @@ def llama_3(folder: Path) -> None:
 KINDS = {
     "llama-2, sentencepiece": llama_2_sentencepiece,
     "llama-2, json": llama_2_json,
-    "llama-2, transformers 5": llama_2_saved_by_transformers_5,
+    "llama-2, transformers 5": lambda folder: save_by_transformers_5(
+        folder, transformers.LlamaTokenizer, llama_2_model(), LLAMA_2_TURNS
+    ),
     "gemma, sentencepiece": gemma_sentencepiece,
-    "gemma, json": gemma_json,
+    "gemma, json": lambda folder: save_by_transformers_5(
+        folder,
+        transformers.GemmaTokenizer,
+        gemma_model(),
+        GEMMA_TURNS,
+        GEMMA_CONTROL,
+        ["\n\n", "▁▁", "<b>"],
+        mask_token="<unk>",
+    ),
     "llama-3": llama_3,
     "phi-3": phi_3,
     "smollm2": lambda folder: copy_of(fetch(), folder),
