@@ -62,9 +62,19 @@ def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(
 
 @all_families
 def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
-    sizes = {"vocab_size": 200, "head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
-    more = {"sliding_window": 16, "query_pre_attn_scalar": 24, "mlp_bias": family == "llama"}
-    raw = small(family, hidden=128, layers=4, pad_token_id=None, **sizes, **more)
+    raw = small(
+        family,
+        hidden=128,
+        layers=4,
+        vocab_size=200,
+        head_dim=32,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        sliding_window=16,
+        query_pre_attn_scalar=24,
+        mlp_bias=family == "llama",
+        pad_token_id=None,
+    )
     errors = torch.zeros(2, dtype=torch.float64)
     for seed in range(4):
         tokens = torch.randint(200, (1, 64), generator=torch.Generator().manual_seed(seed))

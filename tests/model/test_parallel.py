@@ -23,17 +23,20 @@ def config(family: str, size: int, **changes: Any) -> dict[str, Any]:
     """Config with biases, whose heads divide over ``size`` processes; over three, MLP and
     vocabulary do not.
     """
-    shape = {
-        "num_attention_heads": 2 * size,
-        "num_key_value_heads": size,
-        "hidden": 12,
-        "intermediate_size": 10,
-        "vocab_size": 4,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "mlp_bias": family == "llama",
-    }
-    return small(family, **shape | changes)
+    return small(
+        family,
+        **{
+            "num_attention_heads": 2 * size,
+            "num_key_value_heads": size,
+            "hidden": 12,
+            "intermediate_size": 10,
+            "vocab_size": 4,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": family == "llama",
+            **changes,
+        },
+    )
 
 
 @torch.inference_mode()

@@ -105,23 +105,18 @@ def test_inputs_are_rounded_with_a_scale_per_group(columns: int, seed: int) -> N
 def unpacked(packed: Tensor, bits: int, rows: int, columns: int) -> tuple[Tensor, ...]:
     """Codes ``[rows, columns]``, scales and zeros of a copy that ``products.h`` draws."""
     groups = -(-columns // GROUP)
-
-    def halves_of(found: Tensor) -> Tensor:
-        return torch.stack((found & 15, found >> 4), 2).view(-1, groups, 8, LANES, 4)
-
-    if bits == 8:
-        found = packed[:, : -4 * LANES].reshape(-1, groups, 512)
-        codes = halves_of(found[..., :256]) + 16 * halves_of(found[..., 256:])
-        scales = packed[:, -4 * LANES :].reshape(-1).view(torch.float32)[:rows, None]
-        zeros = torch.zeros_like(scales)
-    else:
-        found = packed.view(-1, groups, 320)
-        codes = halves_of(found[..., :256])
-        numbers = found[..., 256:].reshape(-1, groups, 4 * LANES).view(torch.bfloat16)
-        pairs = numbers.view(-1, groups, LANES, 2).transpose(1, 2).reshape(-1, groups, 2)[:rows]
-        scales, zeros = pairs.unbind(2)
+    size = 512 if bits == 8 else 320  # bytes of a group
+    found = packed[:, : groups * size].reshape(-1, groups, size)
+    halves = found[..., : 64 * bits].reshape(-1, groups, bits // 4, 256)
+    halves = torch.stack((halves & 15, halves >> 4), 3).view(-1, groups, bits // 4, 8, LANES, 4)
+    codes = halves[:, :, 0].int() + 16 * halves[:, :, 1:].sum(2) - 128 * (bits == 8)
     codes = codes.permute(0, 3, 1, 2, 4).reshape(-1, groups * GROUP)[:rows, :columns]
-    return (codes.int() - 128 * (bits == 8)).to(torch.int8), scales, zeros
+    if bits == 8:
+        scales = packed[:, groups * size :].reshape(-1).view(torch.float32)[:rows, None]
+        return codes, scales, torch.zeros_like(scales)
+    numbers = found[..., 256:].reshape(-1, groups, 4 * LANES).view(torch.bfloat16)
+    pairs = numbers.view(-1, groups, LANES, 2).transpose(1, 2).reshape(-1, groups, 2)
+    return codes, *pairs[:rows].unbind(2)
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler named cc")

@@ -189,33 +189,29 @@ CONFIGS: dict[str, dict[str, Any]] = {  # of models that cannot run
 class Page(BaseHTTPRequestHandler):
     """One request to a hub with some files under any name; the name says how it fails."""
 
-    protocol_version = "HTTP/1.1"
     files: ClassVar[dict[str, bytes]] = {}
     asked: ClassVar[list[tuple[str, str, str | None]]] = []  # method, path and token
-
-    def log_message(self, *given: Any) -> None:
-        pass
 
     def do_GET(self) -> None:
         """Send a page."""
         self.asked.append((self.command, self.path, self.headers["Authorization"]))
         path = self.path.partition("?")[0]
         status, error, data = 404, "EntryNotFound", b""
-        listed = [
-            {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
-            for name, content in self.files.items()
-        ]
         if path.endswith(f"/tree/{COMMIT}"):
+            listed = [
+                {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
+                for name, content in self.files.items()
+            ]
             status, data = 200, json.dumps(listed).encode()
         elif found := re.fullmatch(r"/(.+)/resolve/(.+)/(.+)", path):
             model, revision, name = found.groups()
+            config = json.dumps(LLAMA | CONFIGS.get(model, {})).encode()
+            files = self.files | {"config.json": config}
             if revision not in REVISIONS:
                 error = "RevisionNotFound"
-            elif name in self.files:
+            elif name in files:
                 status, error = STATUS.get(model, (200, ""))
-                data = self.files[name]
-            if name == "config.json" and model in CONFIGS:
-                data = json.dumps(LLAMA | CONFIGS[model]).encode()
+                data = files[name]
         self.send_response(status)
         for header, value in {
             "Content-Length": len(data),

@@ -13,7 +13,6 @@ from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 FOLDER = model_folder("tiny-llama")
-TOKENIZER = Tokenizer(FOLDER)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured() -> dict[str, torch.Tensor]:
     """The importance of the inputs of each layer."""
     model = accelerate(load_model(FOLDER))
-    set_importance(model, TOKENIZER, FOLDER)
+    set_importance(model, Tokenizer(FOLDER), FOLDER)
     return {name: model.importance[layer] for name, layer in linear_layers(model).items()}
 
 

@@ -426,12 +426,11 @@ def test_a_name_counts_as_it_is_spelt_whatever_normalisation_makes_of_it(changed
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = changed(chat_template="{{ messages[0].content }} <|END|>")
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    end = tokenizer.special["<|END|>"]
     text = "Ａ <|END|><|eot_id|> Fuß"
     assert tokenizer.encode(text, find_names=True) == oracle.encode(text)
     for typed in ("＜|end|＞", "<|END|>"):
         ids = tokenizer.encode_chat([USER | {"content": typed}])
-        assert ids.count(end) == 1 and tokenizer.decode(ids) == "<|end|> "
+        assert ids.count(tokenizer.special["<|END|>"]) == 1 and tokenizer.decode(ids) == "<|end|> "
     # bytes of an added token are its text, though these characters could spell others
     assert tokenizer.decode(tokenizer.encode("un café")) == "un café"
 
