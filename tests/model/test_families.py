@@ -27,11 +27,10 @@ from tests.oracle import (
 )
 
 all_families = pytest.mark.parametrize("family", FAMILIES)
-over_configs = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 @all_families
-@over_configs
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     data=st.data(),
     seed=st.integers(0, 2**31),

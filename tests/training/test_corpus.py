@@ -147,7 +147,6 @@ LONG = (
     " fast for her. Then the two of them went home and had some soup."
 )
 ONCE = " The ball rolled on and on."
-LOOP = 3 * ONCE
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=40))
@@ -167,7 +166,7 @@ def test_repetition_counts_the_sequences_of_four_words_that_were_there_before(
         (LONG, ["fox", "king"], LONG),
         (LONG, ["Snow"], LONG),
         (LONG, [], LONG),
-        (LONG + LOOP, ["fox"], LONG + ONCE),
+        (LONG + 3 * ONCE, ["fox"], LONG + ONCE),
         (LONG + ' 3.5 km. "No." And th', [], LONG + ' 3.5 km. "No."'),
         ("no end " * 30, [], ""),
         (LONG, ["king"], ""),

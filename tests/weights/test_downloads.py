@@ -172,7 +172,6 @@ def test_a_package_that_is_absent_or_another_ends_in_one_line_below_that_of_pip(
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
-REVISIONS = ("main", "v1", COMMIT)
 STATUS = {
     "hub/down": (503, ""),
     "hub/gated": (403, "GatedRepo"),
@@ -207,7 +206,7 @@ class Page(BaseHTTPRequestHandler):
             model, revision, name = found.groups()
             config = json.dumps(LLAMA | CONFIGS.get(model, {})).encode()
             files = self.files | {"config.json": config}
-            if revision not in REVISIONS:
+            if revision not in ("main", "v1", COMMIT):
                 error = "RevisionNotFound"
             elif name in files:
                 status, error = STATUS.get(model, (200, ""))

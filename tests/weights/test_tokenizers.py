@@ -265,8 +265,10 @@ SENTENCEPIECE_TWIN = {
     "llama-2, sentencepiece": "llama-2, json",
     "gemma, sentencepiece": "gemma, json",
 }
-WORD_ENDS = {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []}
-OF_WORD_ENDS = {"model": WORD_ENDS, "decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
+OF_WORD_ENDS = {
+    "model": {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []},
+    "decoder": {"type": "BPEDecoder", "suffix": "</w>"},
+}
 KINDS_OF_DECODER = "its decoder is neither byte-level nor that of sentencepiece"
 every_kind = pytest.mark.parametrize("kind", KINDS, scope="module")
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
