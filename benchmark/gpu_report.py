@@ -44,8 +44,7 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
     bench = [*python, "benchmark", "--model", model, "--quick", "--only"]
     against = ["--against", "transformers"] if find_spec("transformers") else []
     generate = [sys.executable, "generate.py", "Why is the sky blue?", "--compare"]
-    files = ["tests/model/test_cuda.py", "tests/model/test_four_bits.py"]
-    tests = [*python, "pytest", "-rfE", "--durations=5", *files]
+    tests = [*python, "pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"]
     rounds = [*python, "benchmark", "--rounds"]
     return [
         ("Driver", ["nvidia-smi"], 20),
