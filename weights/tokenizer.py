@@ -192,7 +192,7 @@ class Tokenizer:
         Raises InputError without a template, if it refuses, or if it does not read a variable.
         """
         if self.chat_template is None:
-            raise InputError("this model has no chat template: leave out --chat and --system")
+            raise InputError("this model has no chat template: it continues plain text only")
         hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
         given = json.loads(self._hide_names(json.dumps(dict(variables), ensure_ascii=False)))
         rendered = render(self.chat_template, hidden, self.names, given)

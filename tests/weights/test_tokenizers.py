@@ -445,7 +445,7 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
         ("{% for", "chat template fails: "),
         ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
         ("{{ raise_exception('no system role') }}", "refuses this conversation: no system role"),
-        (None, "has no chat template: leave out --chat"),
+        (None, "has no chat template: it continues plain text"),
         (r"{{ '\ud800' }}", "chat template fails: "),  # half a character
         ({"default": "x"}, "chat template fails: "),
     ],
