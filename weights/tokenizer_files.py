@@ -149,11 +149,11 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, Ad
 
 def ending_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
     """Return the ids that end a text: those of generation_config.json, or else of config.json, or
-    else the ``named`` ones. Raises InputError for what is no id.
+    else the ``named`` ones. An empty list is none. Raises InputError for what is no id.
     """
     for path in (folder / "generation_config.json", folder / "config.json"):
         found = read_optional_json(path).get("eos_token_id")
-        if found is not None:
+        if found is not None and found != []:
             ids = found if isinstance(found, list) else [found]
             if not all(type(each) is int and each >= 0 for each in ids):
                 raise InputError(

@@ -493,6 +493,7 @@ def test_the_template_beside_the_settings_and_the_default_of_several(changed, tm
             {3, 5},
         ),
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, {7}),
+        ({"generation_config.json": {"eos_token_id": []}}, {"<|eot_id|>"}),
         ({"config.json": {"eos_token_id": [7, 9]}}, {7, 9}),
         ({"config.json": {"eos_token_id": None}}, {"<|eot_id|>"}),
         ({}, {"<|eot_id|>"}),
