@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from tests.calls import recorded
 from tests.folders import LLAMA, write_folder
 from tests.refusal import refusal
-from weights.load import load_model, model_folder, shown_name
+from weights.load import download, load_model, model_folder, shown_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
@@ -109,6 +109,7 @@ def hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the pauses between tries
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    download.cache_clear()
     Page.asked.clear()
 
 
@@ -125,6 +126,9 @@ def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
     assert {token for _, path, token in Page.asked if "/hub/whole/" in path} == {"Bearer hf_secret"}
     Page.asked.clear()
     assert model_folder("hub/whole", "v1") == found and not fetched("hub/whole")
+    Page.asked.clear()
+    assert model_folder("hub/whole") == found and not Page.asked, "once in a process"
+    download.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert model_folder("hub/whole") == found
     assert "unset HF_HUB_OFFLINE" in refusal(model_folder, "hub/uncached")
@@ -169,6 +173,7 @@ def test_without_a_network_the_hub_is_tried_once(
 ) -> None:
     """A model in the cache needs no network."""
     found = model_folder("hub/cached")
+    download.cache_clear()
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", CLOSED + "/{repo_id}/{filename}")
     monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
     pauses = recorded(monkeypatch, time, "sleep", lambda seconds: seconds)

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from app.loaded import LoadedModel
+from app.options import Options
 from model.errors import InputError
 from model.fast.four_bits import gpu_bits
 from model.parallel import Shard
@@ -27,8 +29,14 @@ from tests.folders import GEMMA2, LLAMA, random_state, write_folder
 from tests.ranks import part_of
 from tests.refusal import refusal
 from weights import load
-from weights.checkpoint import HEAD, STORED_DTYPES, StoredTensor
-from weights.load import load_model, model_fingerprint, model_folder, pick_dtype, read_config
+from weights.checkpoint import HEAD, INDEX, STORED_DTYPES, StoredTensor
+from weights.load import (
+    config_of_weights,
+    load_model,
+    model_fingerprint,
+    model_folder,
+    pick_dtype,
+)
 from weights.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -119,6 +127,8 @@ def test_a_tied_head_and_extra_tensors_are_those_of_transformers(
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     expected = oracle(torch.tensor([[1, 2, 3]])).logits
     torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])), expected, rtol=0, atol=0.1)
+    options = Options(model=str(tmp_path), dtype="bfloat16")
+    assert LoadedModel(options).config == model.config, "by which memory is estimated"
 
 
 def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
@@ -129,11 +139,11 @@ def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
         held = {tensor: state[tensor] for tensor in state if places[tensor] == file}
         save_file(held, folder / file)
     save_file({EMBEDDING: torch.zeros(1)}, folder / "model-9-of-9.safetensors")
-    write_json(folder, {"weight_map": places}, "model.safetensors.index.json")
+    write_json(folder, {"weight_map": places}, INDEX)
     assert_holds(load_model(folder), state, torch.float32)
     (folder / places[EMBEDDING]).unlink()
     assert f"{places[EMBEDDING]} cannot be read: No such" in refusal(load_model, folder)
-    write_json(folder, {"weight_map": [1]}, "model.safetensors.index.json")
+    write_json(folder, {"weight_map": [1]}, INDEX)
     assert "model.safetensors.index.json is damaged" in refusal(load_model, folder)
 
 
@@ -166,7 +176,7 @@ def test_a_process_reads_its_shard_and_nothing_more(
     whole = dict(load_model(folder).named_parameters())
     read = recorded(monkeypatch, StoredTensor, "read", lambda tensor, cut=None: (tensor.name, cut))
     for rank in range(2):
-        shard = Shard(read_config(folder), rank, 2)
+        shard = Shard(config_of_weights(folder, torch.bfloat16), rank, 2)
         mine = dict(load_model(folder, shard=shard).named_parameters())
         parts = {name: part_of(parameter, shard.cut(name)) for name, parameter in whole.items()}
         torch.testing.assert_close(mine, parts, rtol=0, atol=0)
@@ -221,6 +231,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\
         ("model.safetensors", "{", "is not a whole safetensors file", [load_model]),
         # a pickle, which is not opened
         ("pytorch_model.bin", "", "holds no model.safetensors and no index", [load_model]),
+        (INDEX, '{"weight_map": {}}', "names no files in its index", [load_model]),
         ("model-q4.gguf", "", "is in GGUF, the format of llama.cpp", [load_model, model_folder]),
         ("adapter_config.json", "", "is an adapter, not a model", [load_model, model_folder]),
     ],
