@@ -255,7 +255,7 @@ SENTENCEPIECE_TWIN = {
 }
 WORD_ENDS = {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []}
 OF_WORD_ENDS = {"model": WORD_ENDS, "decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
-KINDS_OF_DECODER = "its decoder is neither byte-level nor that of sentencepiece"
+KINDS_OF_DECODER = "none of the kinds that this project reads, ByteLevel and Sentencepiece"
 every_kind = pytest.mark.parametrize("kind", KINDS, scope="module")
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
