@@ -54,7 +54,7 @@ def importance_file(model: Decoder, folder: Path) -> Path:
     """Return the file of a model, named by all that determines its importance."""
     dtype = str(model.dtype).removeprefix("torch.")
     # The files rather than the encoded prompts: a chat template may write today's date.
-    tokenizer = chain.from_iterable(map(folder.glob, TOKENIZER_FILES))
+    tokenizer = filter(Path.is_file, chain.from_iterable(map(folder.glob, TOKENIZER_FILES)))
     name = f"{model_fingerprint(folder)}-{dtype}"
     name += f"-{version([Path(__file__), PROMPTS_FILE, *tokenizer])}"
     return cache_folder() / "importance" / f"{name}.safetensors"

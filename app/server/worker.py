@@ -36,7 +36,7 @@ class Job:
     replies: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] = field(default_factory=asyncio.current_task)
     writing: greenlet | None = None
-    began: float = inf  # when its text was begun
+    began: float = inf  # when its text was begun; inf: it waits
 
     @property
     def is_abandoned(self) -> bool:
