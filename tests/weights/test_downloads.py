@@ -28,7 +28,7 @@ from tests.calls import recorded
 from tests.folders import LLAMA, MERGES, byte_tokenizer, random_state, write_folder
 from tests.refusal import refusal
 from weights import fetch as fetching
-from weights.load import load_model, model_folder, shown_name
+from weights.load import download, load_model, model_folder, shown_name
 from weights.tokenizer import Tokenizer
 
 # The package of SmolLM2, whose GGUF file is converted
@@ -150,6 +150,8 @@ def test_the_gguf_in_the_wheel_becomes_the_checkpoint_it_was_made_from_once(
     assert tokenizer.special == {"<|end|>": CONTROL} and CONTROL not in tokenizer.encode(text)
     shutil.rmtree(index)
     assert fetching.fetch(out) == out, "it is there"
+    (out / "model.safetensors").unlink()
+    assert "is not empty: give another --out" in refusal(fetching.fetch, out), "no download"
     assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
@@ -257,6 +259,7 @@ def hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the pauses between tries
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    download.cache_clear()
     Page.asked.clear()
 
 
@@ -273,6 +276,9 @@ def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
     assert {token for _, path, token in Page.asked if "/hub/whole/" in path} == {"Bearer hf_secret"}
     Page.asked.clear()
     assert model_folder("hub/whole", "v1") == found and not fetched("hub/whole")
+    Page.asked.clear()
+    assert model_folder("hub/whole") == found and not Page.asked, "once in a process"
+    download.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert model_folder("hub/whole") == found
     assert "unset HF_HUB_OFFLINE" in refusal(model_folder, "hub/uncached")
@@ -317,6 +323,7 @@ def test_without_a_network_the_hub_is_tried_once(
 ) -> None:
     """A model in the cache needs no network."""
     found = model_folder("hub/cached")
+    download.cache_clear()
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", CLOSED + "/{repo_id}/{filename}")
     monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
     pauses = recorded(monkeypatch, time, "sleep", lambda seconds: seconds)

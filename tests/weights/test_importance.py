@@ -1,5 +1,6 @@
 """Importance of weights: what is measured, and what is read from its file instead."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ def test_importance_is_the_mean_square_of_a_layers_inputs(
 
 @pytest.mark.parametrize("end", [None, -1], ids=["whole", "cut off"])
 def test_a_second_start_reads_the_same_importance_or_measures_it_where_the_file_is_damaged(
-    end: int | None, capsys: pytest.CaptureFixture[str]
+    end: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another dtype has another file."""
+    """Another dtype has another file, and another tokenizer or chat template."""
     first = measured()
     file = importance_file(load_model(FOLDER), FOLDER)
     content = file.read_bytes()
@@ -57,6 +58,11 @@ def test_a_second_start_reads_the_same_importance_or_measures_it_where_the_file_
     assert file.read_bytes() == content
     assert capsys.readouterr().err.count("measuring") == (1 if end is None else 2)
     assert file != importance_file(load_model(FOLDER, torch.float64), FOLDER)
+    other = shutil.copytree(FOLDER, tmp_path / "other")
+    model = load_model(other)
+    file = importance_file(model, other)
+    (other / "chat_template.jinja").write_text("x")
+    assert file != importance_file(model, other)
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line(

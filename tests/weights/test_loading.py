@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from app.common.files import read_json
+from app.loaded import LoadedModel
+from app.options import Options
 from model.errors import InputError
 from model.fast import accelerate
 from model.fast.four_bits import gpu_bits
@@ -34,7 +36,13 @@ from tests.ranks import part_of
 from tests.refusal import refusal
 from weights import load
 from weights.checkpoint import HEAD, INDEX, STORED_DTYPES, StoredTensor, save_model
-from weights.load import load_model, model_fingerprint, model_folder, pick_dtype, read_config
+from weights.load import (
+    config_of_weights,
+    load_model,
+    model_fingerprint,
+    model_folder,
+    pick_dtype,
+)
 from weights.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -120,6 +128,8 @@ def test_a_tied_head_and_extra_tensors_are_those_of_transformers(
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     expected = oracle(torch.tensor([[1, 2, 3]])).logits
     torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])), expected, rtol=0, atol=0.1)
+    options = Options(model=str(tmp_path), dtype="bfloat16")
+    assert LoadedModel(options).config == model.config, "by which memory is estimated"
 
 
 # The shard of one of several processes
@@ -151,7 +161,7 @@ def test_a_process_reads_its_shard_and_nothing_more(
     whole = dict(load_model(folder).named_parameters())
     read = recorded(monkeypatch, StoredTensor, "read", lambda tensor, cut=None: (tensor.name, cut))
     for rank in range(2):
-        shard = Shard(read_config(folder), rank, 2)
+        shard = Shard(config_of_weights(folder, torch.bfloat16), rank, 2)
         mine = dict(load_model(folder, shard=shard).named_parameters())
         parts = {name: part_of(parameter, shard.cut(name)) for name, parameter in whole.items()}
         torch.testing.assert_close(mine, parts, rtol=0, atol=0)
@@ -206,6 +216,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\
         (INDEX, '{"weight_map": {"a": "1.safetensors"}}', "1.safetensors cannot be", [load_model]),
         # a pickle, which is not opened
         ("pytorch_model.bin", "", "holds no model.safetensors and no index", [load_model]),
+        (INDEX, '{"weight_map": {}}', "names no files in its index", [load_model]),
         ("model-q4.gguf", "", "is in GGUF, the format of llama.cpp", [load_model, model_folder]),
         ("adapter_config.json", "", "is an adapter, not a model", [load_model, model_folder]),
     ],

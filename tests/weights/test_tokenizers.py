@@ -269,7 +269,7 @@ OF_WORD_ENDS = {
     "model": {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []},
     "decoder": {"type": "BPEDecoder", "suffix": "</w>"},
 }
-KINDS_OF_DECODER = "its decoder is neither byte-level nor that of sentencepiece"
+KINDS_OF_DECODER = "none of the kinds that this project reads, ByteLevel and Sentencepiece"
 every_kind = pytest.mark.parametrize("kind", KINDS, scope="module")
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -462,7 +462,7 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
         ("{% for", "chat template fails: "),
         ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
         ("{{ raise_exception('no system role') }}", "refuses this conversation: no system role"),
-        (None, "has no chat template: leave out --chat"),
+        (None, "has no chat template: it continues plain text"),
         (r"{{ '\ud800' }}", "chat template fails: "),  # half a character
         ({"default": "x"}, "chat template fails: "),
     ],
@@ -515,6 +515,7 @@ def test_a_template_is_rendered_as_its_authors_expect(
             {3, 5},
         ),
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, {7}),
+        ({"generation_config.json": {"eos_token_id": []}}, {"<|eot_id|>"}),
         ({"config.json": {"eos_token_id": [7, 9]}}, {7, 9}),
         ({"config.json": {"eos_token_id": None}}, {"<|eot_id|>"}),
         ({}, {"<|eot_id|>"}),
