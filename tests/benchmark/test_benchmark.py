@@ -131,12 +131,15 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
 
 
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
+    """No draft has a length of its own, so that an adaptive one has that of a user's."""
     folder = write_folder(tmp_path)
 
     def drafts(*exits: int, **plan: Any) -> list[str]:
         (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
         session = generate.load(str(folder), device="cpu", no_compile=True)
-        return [name for name in find_drafts(session, exits) if "adaptive" not in name]
+        found = find_drafts(session, exits)
+        assert {options.gamma for options in found.values()} == {None}
+        return [name for name in found if "adaptive" not in name]
 
     assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "plan.json", "auto"]
     assert drafts(1, gamma=0) == ["lookup", "exit 1", "auto"]
