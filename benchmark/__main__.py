@@ -20,7 +20,17 @@ from rich.console import Console
 
 from app.common.device import machine, pick_device
 from app.common.files import check_place, read_json, write_json
-from app.common.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
+from app.common.parsers import (
+    DEVICE,
+    DTYPE,
+    FLAG,
+    MODEL,
+    TEMPERATURE,
+    Groups,
+    picture_file,
+    script,
+    within,
+)
 from app.common.picture import write_picture
 from app.common.table import Row, table
 from app.options import Options
@@ -112,7 +122,11 @@ OPTIONS: Groups = {
         "--device": DEVICE,
         "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
         "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
-        "--plot": {"type": Path, "metavar": "FILE", "help": "also draw them, as .svg or .png"},
+        "--plot": {
+            "type": picture_file,
+            "metavar": "FILE",
+            "help": "also draw them, as .svg or .png",
+        },
     },
 }
 
@@ -124,8 +138,6 @@ def benchmark(options: argparse.Namespace) -> None:
     """
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    if options.plot and options.plot.suffix not in (".svg", ".png"):
-        raise InputError("--plot needs a name that ends in .svg or .png")
     if options.against and (options.temperature or options.shape or options.rounds):
         raise InputError(
             "--against measures greedy texts: leave out --temperature, --shape and --rounds"

@@ -147,7 +147,7 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_p
 
 BAD = {
     "--max-new-tokens 1": "argument --max-new-tokens: must be at least 2, found 1",
-    "--plot picture.gif": "--plot needs a name that ends in .svg or .png",
+    "--plot picture.gif": "argument --plot: must end in .svg or .png, found picture.gif",
     "--json no/such/folder/x.json": "no/such/folder",
     "--against vllm": "--against vllm: give transformers, or llama.cpp=FILE.gguf",
     "--against transformers --temperature 1": "--against measures greedy texts: leave out",

@@ -14,9 +14,9 @@ from model.plan import LayerPlan
 from tests.folders import GEMMA2, LLAMA
 from train import learning_rate
 from training.recipe import (
+    CURRICULA,
     dropout_rates,
     exit_weights,
-    exits_on,
     growth_from_scratch,
     layer_outputs,
     recipe_loss,
@@ -52,7 +52,7 @@ def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
     ],
 )
 def test_a_curriculum_turns_exits_on(curriculum: str, on: list[list[int]]) -> None:
-    found = [exits_on(curriculum, 8, step, 12, 3) for step in range(len(on))]
+    found = [CURRICULA[curriculum](8, step, 12, 3) for step in range(len(on))]
     assert [np.flatnonzero(each).tolist() for each in found] == on
 
 
