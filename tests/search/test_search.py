@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import optuna
 import pytest
 import torch
 
@@ -32,6 +33,7 @@ from search.study import (
     finished,
     first_plans,
     open_study,
+    optimise,
     parameters,
     plan_of,
     space_of,
@@ -119,6 +121,8 @@ def test_the_mean_acceptance_of_a_rule_is_the_published_one() -> None:
     drafted = (0, 1)  # the last token never is
     shares = [1 / torch.maximum(p / p[x], q / q[x]).sum() for x in drafted]
     assert by_race == pytest.approx(sum(shares).item())
+    rounded = torch.tensor([[0.0, 1.0]]), torch.tensor([[1e-42, 1.0]])  # float32 underflows
+    assert accepted_by_race(*rounded, torch.tensor([[0]])) == 1
 
 
 def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
@@ -185,6 +189,7 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     space = space_of(3, [0])
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
     first = first_plans(importance, space)
+    assert all(plan_of({"a": 1, "b": 2, **parameters(plan)}) == plan for plan in plans)
     found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
     assert found[-1] == max(predict(plan).speedup for plan in plans)
 
@@ -229,6 +234,27 @@ def test_the_first_plans_come_first_and_a_seed_proposes_the_same_plans_after_the
         runs.append([call.args[0] for call in predict.call_args_list])
     tried, again = runs
     assert tried == again and tried[:2] == first and len(tried) == len({*tried}) <= 36
+
+
+def test_the_neighbour_of_a_plan_that_comes_twice_has_other_bits_in_one_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = LayerPlan.full(2)
+    noted = recorded(monkeypatch, optuna.Study, "enqueue_trial", lambda _, given, **__: given)
+    best_so_far(toy, space_of(2, [0, 4]), [full] * 30, 30, SAMPLERS["random"](seed=0))
+    for neighbour in noted[30:]:
+        assert len(parameters(full).items() - neighbour.items()) == 1
+    assert len(noted) == 30 + 29
+
+
+def test_a_plan_whose_prediction_is_interrupted_comes_first_in_the_next_run() -> None:
+    study, space = optuna.create_study(sampler=SAMPLERS["random"](seed=0)), space_of(2, [0, 4])
+    predict = Mock(side_effect=[KeyboardInterrupt, *map(toy, [LayerPlan.full(2)])])
+    with pytest.raises(KeyboardInterrupt):
+        optimise(study, predict, space, 2)
+    optimise(study, predict, space, 1)
+    lost, again = predict.call_args_list
+    assert lost == again
 
 
 def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() -> None:
@@ -393,6 +419,8 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
         (["--context", 10**6], "--context 1000000: the documents have"),
         (["--calibration", "alike.txt"], "a search needs at least 3 prompts"),
         (["--temperature", -1], "temperature must be at least 0"),
+        (["--out", "text.journal"], "text.journal: the trials are kept there: name a .json"),
+        (["--dtype", "int8"], "dtype must be one of"),
         (["--out", "text.json"], "text.journal is not a search's journal"),
         (["--out", "json.json"], "json.journal is not a search's journal"),
     ],
