@@ -210,8 +210,7 @@ def load_run(options: argparse.Namespace, parts: Sequence[Part], rows: Rows) -> 
         name: str(value)
         for name, value in vars(options).items()
         if name not in ("out", "device", "save_every", "data")
-    }
-    given["text of checksum"] = rows.checksum
+    } | {"text of checksum": rows.checksum}
     if not (options.out / STATE).exists():
         return {"options": given, "step": 0, "records": []}
     with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
@@ -236,11 +235,14 @@ def save_run(out: Path, parts: Sequence[Part], state: dict[str, Any], tokenizer_
     A run that is killed before that repeats the last steps. Raises InputError when ``out`` cannot
     be written.
     """
-    trouble = (
-        f"{out / STATE} cannot be written, the last saved state is kept; free some space and run"
-        " again"
-    )
-    with explaining(trouble, (OSError, RuntimeError)), atomic_path(out / STATE) as temporary:
+    with (
+        explaining(
+            f"{out / STATE} cannot be written, the last saved state is kept; free some space and"
+            " run again",
+            (OSError, RuntimeError),
+        ),
+        atomic_path(out / STATE) as temporary,
+    ):
         torch.save({**state, "parts": [part.state_dict() for part in parts]}, temporary)
         write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
         save_model(copy.deepcopy(parts[0]).bfloat16(), out, tokenizer_from=tokenizer_from)

@@ -67,8 +67,8 @@ def within(
     kind: Callable[[str], float], least: float, most: float = math.inf
 ) -> Callable[[str], float]:
     """Return an argparse type of a finite number from ``least`` to ``most``."""
-    at_least = f"at least {least}{' and finite' * (kind is float)}"
-    bounds = f"from {least} to {most}" if most < math.inf else at_least
+    finite = " and finite" if kind is float else ""
+    bounds = f"from {least} to {most}" if most < math.inf else f"at least {least}{finite}"
 
     def number(text: str) -> float:
         if least <= (value := kind(text)) <= most and value < math.inf:

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from docs import layers
 from tests import readme
-from tests.calls import status_of
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {document: document.read_text(encoding="utf-8") for document in readme.DOCUMENTS}
@@ -92,16 +90,6 @@ def test_the_law_of_the_toy_is_plain_samplings_but_with_a_defect(right: str, wro
         torch.set_default_dtype(dtype)
     *_, distance = said.getvalue().split("total variation from plain sampling")[1].split()
     assert float(distance) > 0.01 if right else float(distance) < 1e-12
-
-
-@pytest.mark.parametrize(("name", "status"), [("layers.svg", 0), ("layers.gif", 2)])
-def test_the_layers_are_drawn_whatever_the_tokens_but_in_a_format_that_is_known(
-    name: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A token may be the sign of a formula."""
-    monkeypatch.setattr(layers, "Labels", lambda *_: lambda token: "$$")
-    given = ["Once upon a time a hen", "--model", "tiny-llama", "--svg", str(tmp_path / name)]
-    assert status_of(layers.main, given) == status
 
 
 def test_a_document_whose_command_is_wrong_fails(capfd: pytest.CaptureFixture[str]) -> None:

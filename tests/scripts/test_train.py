@@ -120,17 +120,15 @@ def test_a_run_is_not_continued_with_other_options_or_another_text(
     assert train.main(arguments(data, run, steps=1)) == 0
     said = refusal_of(arguments(data, run, steps=1, learning_rate=0.5), capsys)
     assert "holds a run with learning_rate 0.002: give the same, or another --out" in said
-    with monkeypatch.context() as patch:
-        patch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "since that run"})
-        said = refusal_of(arguments(data, run, steps=1), capsys)
-    assert "holds a run with new None: give" in said
     run.rename(moved)
     data = data.rename(tmp_path / "renamed.jsonl")
     assert train.main(arguments(data, moved, steps=1, save_every=7)) == 0
+    monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
+    said = refusal_of(arguments(data, moved, steps=1), capsys)
+    assert "holds a run with new None: give" in said
     data.write_text(TEXT.replace("old", "new"), encoding="utf-8")
     said = refusal_of(arguments(data, moved, steps=1), capsys)
     assert "holds a run with text of checksum " in said
-    data.write_text(TEXT, encoding="utf-8")
     (moved / STATE).write_bytes(b"nonsense")
     assert "is damaged" in refusal_of(arguments(data, moved, steps=1), capsys)
 
@@ -206,9 +204,8 @@ def test_wrong_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "same.jsonl").write_text('{"text": "One text."}\n' * 6000, encoding="utf-8")
-    log = write_folder(tmp_path / "other", CONFIG, eos_ids=(263,)) / LOG
-    log.parent.mkdir()
-    log.touch()  # of a run whose state was deleted
+    model = write_folder(tmp_path / "other", CONFIG, eos_ids=(263,))
+    (model / STATE).parent.mkdir()  # of a run whose state was deleted
     before = contents(tmp_path)
     asked = arguments(data, **{"out": Path("deep/in/run"), **changed})
     assert complaint in refusal_of(asked, capsys)

@@ -130,8 +130,10 @@ def run(options: argparse.Namespace) -> None:
     keep_freed_memory()
     tokens = before = 0
     while True:
-        for story in [*stories.values()][before:]:
-            tokens += len(session.tokenizer.encode_parts(story["response"]))
+        tokens += sum(
+            len(session.tokenizer.encode_parts(story["response"]))
+            for story in [*stories.values()][before:]
+        )
         say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")
         if tokens >= options.tokens:
             return
