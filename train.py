@@ -117,8 +117,7 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
     """Return the mean loss of a step's micro-batches, and leave its gradient in the parameters."""
     growth = 1.0 if options.start_from else growth_from_scratch(step, options.steps)
     rates = torch.tensor(dropout_rates(model.num_layers, options.layer_dropout, growth))[:, None]
-    curriculum = CURRICULA[options.curriculum]
-    on = curriculum(model.num_layers, step, options.steps, options.rotation)
+    on = CURRICULA[options.curriculum](model.num_layers, step, options.steps, options.rotation)
     weights = exit_weights(on, options.exit_scale, options.exit_power)
     mean = torch.zeros((), device=model.device)
     for micro in range(options.accumulate):

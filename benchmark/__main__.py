@@ -48,16 +48,7 @@ from weights.load import DTYPES, model_folder
 STORIES = 24  # prompts of the kind "stories"
 OF_TEXTS = ("coupling", "device", "dtype", "max_new_tokens", "temperature")  # options of all texts
 # options that shapes have no use for
-OF_A_MODEL = (
-    "against",
-    "context",
-    "draft_model",
-    "exit_layer",
-    "off_grid",
-    "only",
-    "quick",
-    "temperature",
-)
+OF_A_MODEL = ("against", "context", "draft_model", "exit_layer", "off_grid", "only", "temperature")
 AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
 
 OPTIONS: Groups = {

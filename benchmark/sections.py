@@ -99,24 +99,26 @@ def compare(
         lengths = [sum(map(len, each.texts)) for each in own]
         equal = [one.texts == two.texts for one, two in zip(own, written["plain"], strict=True)]
         speedups = [*map(truediv, seconds["plain"], seconds[name])]
-        row = {
-            "decoder": name,
-            "tokens/s": spread(map(truediv, lengths, seconds[name])),
-            "speed-up": spread(speedups),
-            "repeated": share,
-            "accepted": statistics.acceptance_rate,
-            "a round": statistics.tokens_per_round or None,
-            "equal": f"{sum(equal)}/{len(equal)}",
-            "kinds": columns,
-            "tokens": lengths,
-            "rounds": [len(each.rounds) for each in own],
-            "seconds": seconds[name],
-        }
         of_kinds = {
             column: median(compress(speedups, [kind == column for kind in kinds]))
             for column in columns
         }
-        rows.append(row | of_kinds)
+        rows.append(
+            {
+                "decoder": name,
+                "tokens/s": spread(map(truediv, lengths, seconds[name])),
+                "speed-up": spread(speedups),
+                "repeated": share,
+                "accepted": statistics.acceptance_rate,
+                "a round": statistics.tokens_per_round or None,
+                "equal": f"{sum(equal)}/{len(equal)}",
+                "kinds": columns,
+                "tokens": lengths,
+                "rounds": [len(each.rounds) for each in own],
+                "seconds": seconds[name],
+                **of_kinds,
+            }
+        )
     return rows
 
 
