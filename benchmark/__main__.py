@@ -143,13 +143,12 @@ def benchmark(options: argparse.Namespace) -> None:
         check_place(path)
     if options.against and options.temperature:
         raise InputError("--against measures greedy texts: leave out --temperature")
-    for shape in [*options.shape, *options.rounds]:
+    named = [*options.shape, *options.rounds]
+    unused = [name.replace("_", "-") for name in OF_A_MODEL if getattr(options, name)]
+    if named and unused:
+        raise InputError(f"--shape and --rounds measure random weights: leave out --{unused[0]}")
+    for shape in named:
         shapes.config_of(shape)  # which refuses an unknown name
-        if unused := [name for name in OF_A_MODEL if getattr(options, name)]:
-            raise InputError(
-                "--shape and --rounds measure random weights: leave out"
-                f" --{unused[0].replace('_', '-')}"
-            )
     device = pick_device(options.device)
     about = machine(device)
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)

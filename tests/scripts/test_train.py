@@ -124,13 +124,12 @@ def test_a_run_is_not_continued_with_other_options_or_another_text(
     data = data.rename(tmp_path / "renamed.jsonl")
     assert train.main(arguments(data, moved, steps=1, save_every=7)) == 0
     monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
-    said = refusal_of(arguments(data, moved, steps=1), capsys)
-    assert "holds a run with new None: give" in said
+    command = arguments(data, moved, steps=1)
+    assert "holds a run with new None: give" in refusal_of(command, capsys)
     data.write_text(TEXT.replace("old", "new"), encoding="utf-8")
-    said = refusal_of(arguments(data, moved, steps=1), capsys)
-    assert "holds a run with text of checksum " in said
+    assert "holds a run with text of checksum " in refusal_of(command, capsys)
     (moved / STATE).write_bytes(b"nonsense")
-    assert "is damaged" in refusal_of(arguments(data, moved, steps=1), capsys)
+    assert "is damaged" in refusal_of(command, capsys)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
