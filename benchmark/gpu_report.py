@@ -35,7 +35,8 @@ OPTIONS: Groups = {
         },
     }
 }
-ENDS = {0: "worked", 124: "took too long", 127: "could not start"}  # by the exit status
+# By the exit status; 137 is that of a command that does not end when it is interrupted.
+ENDS = {0: "worked", 124: "took too long", 127: "could not start", 137: "took too long"}
 
 
 def parts(model: str) -> list[tuple[str, list[str], int]]:

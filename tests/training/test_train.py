@@ -19,18 +19,19 @@ from model.config import parse_config
 from model.decoder import Decoder
 from model.families import build
 from model.plan import LayerPlan
-from tests.calls import interrupted, status_of
+from tests.calls import interrupted, recorded, status_of
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.refusal import refusal
+from training import run as runs
 from training.recipe import (
+    CURRICULA,
     dropout_rates,
     exit_weights,
-    exits_on,
     growth_from_scratch,
     layer_outputs,
     recipe_loss,
 )
-from training.run import LOG, STATE
+from training.run import LOG, OPTIONS, STATE
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
@@ -165,7 +166,7 @@ def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
     ],
 )
 def test_a_curriculum_turns_exits_on(curriculum: str, on: list[list[int]]) -> None:
-    found = [exits_on(curriculum, 8, step, 12, 3) for step in range(len(on))]
+    found = [CURRICULA[curriculum](8, step, 12, 3) for step in range(len(on))]
     assert [np.flatnonzero(each).tolist() for each in found] == on
 
 
@@ -309,24 +310,35 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     torch.testing.assert_close(again, whole, rtol=0, atol=0)
 
 
-def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, capsys: Any) -> None:
-    """But from another folder, and saved at other steps."""
+def test_a_run_is_not_continued_with_other_options_or_another_text(
+    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But from another folder, on the same text in another file, and saved at other steps."""
     run, moved = tmp_path / "run", tmp_path / "moved"
     assert train.main(arguments(data, run, steps=1)) == 0
     said = refusal_of(arguments(data, run, steps=1, learning_rate=0.5), capsys)
     assert "holds a run with learning_rate 0.002: give the same, or another --out" in said
     run.rename(moved)
+    data = data.rename(tmp_path / "renamed.jsonl")
     assert train.main(arguments(data, moved, steps=1, save_every=7)) == 0
+    monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
+    command = arguments(data, moved, steps=1)
+    assert "holds a run with new None: give" in refusal_of(command, capsys)
+    data.write_text(data.read_text().replace("old", "new"), encoding="utf-8")
+    assert "holds a run with text of checksum " in refusal_of(command, capsys)
     (moved / STATE).write_bytes(b"nonsense")
-    assert "is damaged" in refusal_of(arguments(data, moved, steps=1), capsys)
+    assert "is damaged" in refusal_of(command, capsys)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
-    data: Path, tmp_path: Path
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The checkpoint is looked for once."""
+    found = recorded(monkeypatch, runs, "model_folder", str)
     start, out = write_folder(tmp_path / "start", GEMMA2 | SHAPE, eos_ids=(263,)), tmp_path / "run"
     changed = {"config": None, "start_from": start, "learning_rate": 1e-9, "steps": 2}
     assert train.main(arguments(data, out, **changed)) == 0
+    assert found == [str(start)]
     before, after = (load_model(each, torch.float32).state_dict() for each in (start, out))
     torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
     assert filecmp.cmp(out / "tokenizer.json", start / "tokenizer.json", shallow=False)
@@ -342,6 +354,11 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
     assert "the loss or its gradient is non-finite in step 4: the last saved state is kept" in said
     assert state_of(out)["step"] in (2, 3)
     assert all(tensor.isfinite().all() for tensor in state_of(out)["parts"][0].values())
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The files of a folder, and what they hold."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refusal_of(command: list[str], capsys: Any) -> str:
@@ -364,11 +381,13 @@ def refusal_of(command: list[str], capsys: Any) -> str:
         ({"data": "same.jsonl"}, "1 different documents, with "),
         ({"config": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"out": "text.jsonl"}, "text.jsonl"),
-        ({"out": "other"}, "holds a model that train.py did not make"),
+        ({"out": "other"}, "holds a model without the state of a run"),
         (
             {"out": "other", "config": None, "start_from": "other"},
-            "holds a model that train.py did not make",
+            "holds a model without the state of a run",
         ),
+        ({"config": None, "start_from": ""}, "give either --config or --start-from"),
+        ({"learning_rate": "inf"}, "--learning-rate: must be at least 0 and finite, found inf"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(
@@ -381,8 +400,9 @@ def test_wrong_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "same.jsonl").write_text('{"text": "One text."}\n' * 6000, encoding="utf-8")
-    model = write_folder(tmp_path / "other", CONFIG, eos_ids=(263,)) / "model.safetensors"
-    before = model.read_bytes()
+    model = write_folder(tmp_path / "other", CONFIG, eos_ids=(263,))
+    (model / STATE).parent.mkdir()  # of a run whose state was deleted
+    before = contents(tmp_path)
     asked = arguments(data, **{"out": Path("deep/in/run"), **changed})
     assert complaint in refusal_of(asked, capsys)
-    assert [*tmp_path.rglob("model.safetensors")] == [model] and model.read_bytes() == before
+    assert contents(tmp_path) == before
