@@ -30,7 +30,7 @@ from decoding.randomness import Randomness
 from decoding.rounds import common_prefix
 from decoding.sampling import SamplingParams
 from decoding.text import Text
-from model.errors import InputError
+from model.errors import InputError, explaining
 
 Kind = Literal["json_schema", "regex", "lark"]
 TITLES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
@@ -120,6 +120,8 @@ class Grammar:
 
     def _compiled(self) -> str:
         """Return the source in the library's format."""
+        with explaining(f"the {self.title} is not UTF-8 text", (UnicodeError,)):
+            self.source.encode()
         if self.kind == "regex":
             if (len(self.source) - len(self.source.rstrip("\\"))) % 2:
                 raise InputError(f"the {self.title} ends in a backslash that escapes nothing")
@@ -246,8 +248,10 @@ class ForcedTokens(Wrapper):
         found: list[int] = []
         while len(found) < limit and text.rules.eos_ids.isdisjoint(found):
             allowed = text.allowed_after(found).numpy()
-            if np.count_nonzero(allowed) != 1:
+            possible = np.count_nonzero(allowed)
+            if possible > 1:  # where nothing is possible, the library may have failed
                 found += self.constraint.guess([*text.tokens, *found])
+            if possible != 1:
                 break
             found.append(int(allowed.argmax()))
         return found[:limit]

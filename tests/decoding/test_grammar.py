@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.drafters import Drafter
-from decoding.grammar import ForcedTokens, Grammar, Vocabulary
+from decoding.drafters import Drafter, NoDraft
+from decoding.grammar import TITLES, ForcedTokens, Grammar, Vocabulary
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.loop_law import Setup, run_loop
@@ -27,9 +27,10 @@ from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
+from decoding.text import Rules
 from model.cache import KVCache
 from tests.calls import recorded
-from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables
+from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables, text_of
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
@@ -236,6 +237,7 @@ BAD = [
     ("regex", "x|y", "the regular expression: no text satisfies it"),
     ("lark", "start: foo", 'the Lark grammar: at 1(8): unknown name: "foo"'),
     ("lark", "", "the Lark grammar: Empty grammar"),
+    *((kind, "a\udcff", f"the {title} is not UTF-8 text") for kind, title in TITLES.items()),
 ]
 
 
@@ -247,6 +249,13 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message:
 def test_a_grammar_needs_an_end_of_text_token() -> None:
     for ids in (frozenset(), frozenset({len(TOKENS)})):
         assert "end-of-text" in refusal(Vocabulary, TOKENS, ids, encode)
+
+
+def test_where_the_library_fails_nothing_is_forced() -> None:
+    """After "a" it forces a byte that no token writes."""
+    made = Grammar("regex", "(a|b)cxa", VOCABULARY)
+    text = text_of([0], Rules(9, constraints=(made(0),)), vocab=EOS + 1)
+    assert ForcedTokens(NoDraft(), made(0)).forced(text, 4) == []
 
 
 def test_a_tokenizer_that_changes_bytes_changes_no_mask() -> None:
