@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding.model_port import Model
 from decoding.randomness import Place
-from model.errors import InputError
+from model.errors import InputError, explaining
 
 TokenBytes = Callable[[int], bytes]  # the bytes that a token adds to the text
 
@@ -55,6 +55,8 @@ class Rules:
                     " character each",
                     option,
                 )
+            with explaining(f"{option} is not UTF-8 text", (UnicodeError,), option):
+                "".join(strings).encode()
 
 
 class Patterns:

@@ -2,6 +2,9 @@
 text.
 """
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +12,7 @@ from app.characters import TextStream
 from decoding.rounds import Round, Statistics
 from decoding.text import Rules, Text
 from tests.laws import text_of
+from tests.refusal import refusal
 
 PIECES = [
     b"a",
@@ -76,6 +80,12 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
         whole = whole[: min(whole.find(word) for word in map(str.encode, stops) if word in whole)]
     if text.finish:
         assert shown == text.written == whole.decode(errors="replace")
+
+
+@pytest.mark.parametrize("condition", ["stop_strings", "banned"])
+@pytest.mark.parametrize("strings", ["a", [""], ["\udcff"]])
+def test_a_string_that_no_text_can_hold_is_refused(condition: str, strings: Any) -> None:
+    assert refusal(Rules, 9, **{condition: strings})
 
 
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
