@@ -296,8 +296,11 @@ class PromptLookup(ModelFreeDrafter):
         """Return the length of the n-gram at the end of the text that occurred before, of long ones
         rounded down to a power of two, and up to ``limit`` tokens after it.
 
-        Each id is the number of a character, since Python searches strings fast.
+        Each id is the number of a character, since Python searches strings fast. In a vocabulary of
+        more tokens than there are characters nothing is found.
         """
+        if text.vocab_size > sys.maxunicode + 1:
+            return 0, []
         string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
         length = after = 0
         for size in range(1, min(self.LONGEST, len(string) - 1) + 1):
