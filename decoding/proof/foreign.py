@@ -90,13 +90,12 @@ def multinomial(
     input: Tensor,  # named as torch does
     num_samples: int,
     replacement: bool = False,
-    **unused: Any,
+    **named: Any,
 ) -> Tensor:
     """Replace ``torch.multinomial``: a fork per row and sample, over the tokens of positive
     probability.
     """
-    if not (input.sum(-1) > 0).all():
-        return function(input, num_samples, replacement)  # raises torch's error
+    result = walk.apart(function, input, num_samples, replacement, **named)
     drawn = []
     for row in input.reshape(-1, input.shape[-1]):
         left = row.clone()
@@ -105,23 +104,29 @@ def multinomial(
             drawn.append(token)
             if not replacement:
                 left[token] = 0
-    return torch.stack(drawn).view(*input.shape[:-1], num_samples)
+    return result.copy_(torch.stack(drawn).view(result.shape))
 
 
 def bernoulli(
-    walk: Walk, function: Callable[..., Tensor], input: Tensor, p: Any = None, **unused: Any
+    walk: Walk, function: Callable[..., Tensor], input: Tensor, p: Any = None, **named: Any
 ) -> Tensor:
-    """Replace ``torch.bernoulli`` and its forms as methods: a fork per element."""
-    probs = input if p is None else torch.as_tensor(p, dtype=torch.float64).expand(input.shape)
-    tossed = [walk.accept(each[None]).item() for each in probs.reshape(-1)]
-    result = torch.tensor(tossed, dtype=input.dtype).view(input.shape)
-    return input.copy_(result) if function.__name__.endswith("_") else result
+    """Replace ``torch.bernoulli`` and its forms as methods: a fork per element. In place, p is .5
+    unless it is given.
+    """
+    if p is None and function.__name__ == "bernoulli_":
+        p = 0.5
+    given = () if p is None else (p,)
+    probs = torch.as_tensor(*given or (input,), dtype=torch.float64).clone()
+    result = walk.apart(function, input, *given, **named)
+    tossed = [walk.accept(each[None]).item() for each in probs.expand(result.shape).flatten()]
+    return result.copy_(torch.tensor(tossed).view(result.shape))
 
 
 def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
     """Replace ``torch.rand``, ``rand_like`` and ``uniform_`` from 0 to 1."""
-    bounds = named.get("from", 0), named.get("to", 1), *given[1:3]
-    if function.__name__ == "uniform_" and not {*bounds} <= {0, 1}:
+    bounds = dict(zip(("from", "to"), given[1:], strict=False)) | named
+    of_unit = bounds.get("from", 0) == 0 and bounds.get("to", 1) == 1
+    if function.__name__ == "uniform_" and not of_unit:
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
     return walk.fresh("u", function, *given, **named)
 

@@ -22,6 +22,7 @@ from model.errors import InputError
 
 WHOLE = (0.0, 1.0)  # part of a uniform number that has decided nothing
 RACED = (0.0, 0.0)  # part of a number that has decided a race
+ALONE = 2  # holders of a storage, if no other tensor shares it: a tensor and what asks for it
 UNSCALED = torch.ones((), dtype=torch.float64)  # factor of numbers that were not multiplied
 # kind of the result, by function and kind of the argument
 BECOMES = {
@@ -76,15 +77,25 @@ def as_noise(
 class Walk(Enumerator):
     """Enumerator of the paths of code that draws random numbers, whose ids count from 0."""
 
+    def apart(self, function: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+        """Return the tensor of a function that draws, or raise torch's error. Its numbers are to be
+        replaced, so torch's generator is set back: only draws that were not replaced change it.
+        """
+        state = torch.get_rng_state()
+        data = function(*given, **named)
+        torch.default_generator.set_state(state)
+        return data
+
     def fresh(self, kind: str, make: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
         """Return noise of new numbers, in the tensor that ``make`` returns.
 
-        Where ``make`` draws, torch's generator is set back: only draws that were not replaced
-        change it.
+        Raises Refused for a tensor with views, or that is noise already: they would not see the new
+        numbers.
         """
-        state = torch.get_rng_state()
-        data = make(*given, **named)
-        torch.default_generator.set_state(state)
+        data = self.apart(make, *given, **named)
+        holders = torch._C._storage_Use_Count(data.untyped_storage()._cdata)
+        if isinstance(data, Noise) or holders > ALONE:
+            raise Refused("numbers drawn into a part of a tensor, or twice, cannot be followed")
         first = len(self.parts)
         ids = torch.arange(first, first + data.numel())
         self.parts |= dict.fromkeys(ids.tolist(), WHOLE)
@@ -152,6 +163,8 @@ def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
     thresholds = torch.as_tensor(other, dtype=torch.float64)
     if noise.kind == "log u":
         thresholds = thresholds.exp()
+    if ((thresholds == 0) & (noise.factor == 0)).any():
+        raise Refused("a random number times 0 cannot be compared with 0")
     ids, thresholds = torch.broadcast_tensors(noise.ids, thresholds / noise.factor)
     results = [
         not math.isnan(threshold) and walk.is_below(number, threshold) == is_below
@@ -179,9 +192,10 @@ def race(noise: Noise, weights: Any) -> Noise:
 
 
 def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the argmax of a race over the last dimension: a fork per row, by the weights.
+    """Return the argmax of a race over the last dimension: a fork per row, by the positive weights.
 
-    Raises Refused where one of its numbers has decided something before.
+    Raises Refused where one of its numbers has decided something before, and for a row whose
+    weights are all negative.
     """
     if dim not in (-1, noise.dim() - 1) and noise.dim() > 1:
         return NotImplemented
@@ -190,5 +204,16 @@ def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = Fa
             raise Refused("two draws share a random number: races that are not independent")
         walk.parts[number] = RACED
     rows = noise.weights.reshape(-1, noise.weights.shape[-1])
-    drawn = torch.stack([walk.draw(row, Place(0)) for row in rows]).view(noise.ids.shape[:-1])
+    drawn = torch.stack([winner(walk, row) for row in rows]).view(noise.ids.shape[:-1])
     return drawn[..., None] if keepdim else drawn
+
+
+def winner(walk: Walk, weights: Tensor) -> Tensor:
+    """Return the argmax of a race of one row: a fork, unless none is positive or one is not finite.
+
+    Such a race is decided by the weights alone: zeros and infinities stay what they are.
+    """
+    largest = weights.amax()
+    if largest < 0:
+        raise Refused("a race of negative weights cannot be enumerated")
+    return walk.draw(weights.clamp(min=0), Place(0)) if 0 < largest < math.inf else weights.argmax()
