@@ -25,6 +25,7 @@ class Rows(Protocol):
     """Interface of a model here: the logits ``[vocab]`` after a history."""
 
     vocab_size: int
+    max_positions: int
 
     def row(self, history: Sequence[int]) -> Tensor: ...
 
@@ -41,6 +42,7 @@ class Request(Rules):
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
     """Return the probability of every outcome of plain sampling under the request's rules."""
     law: defaultdict[Outcome, float] = defaultdict(float)
+    longest = min(request.max_new_tokens, model.max_positions - len(request.prompt))
     prompt_bytes = len(b"".join(TEXTS[token] for token in request.prompt))
 
     def expand(
@@ -78,7 +80,7 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
                 law[longer, "eos"] += weight * probability
             elif stop is not None:
                 law[longer, "stop"] += weight * probability
-            elif len(longer) == request.max_new_tokens:
+            elif len(longer) == longest:
                 law[longer, "length"] += weight * probability
             else:
                 expand(longer, forbidden, weight * probability)

@@ -30,6 +30,7 @@ from tests.laws import (
     random_tables,
     tiny_model,
 )
+from tests.refusal import refusal
 
 
 def no_letter_twice(tokens: Sequence[int], eos_ids: frozenset[int]) -> Tensor:
@@ -160,6 +161,26 @@ def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
         model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
         for rule in ("ratio", "block")[: 2 - number % 2]:
             assert case_deviation(model, case, length, rule=rule) < EXACT
+
+
+def test_a_text_ends_where_the_models_context_is_full() -> None:
+    request = Request(prompt=(0,) * 62, max_new_tokens=4)
+    assert bias(random_tables(0, 4, 3), request, Setup()) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rule", "said"),
+    [
+        ((), "ratio", "a prompt has 1 to 63 tokens, found 0"),
+        ((0,) * 64, "ratio", "a prompt has 1 to 63 tokens, found 64"),
+        ((0,), "typical", "a rule is one of ratio, race, block, found 'typical'"),
+        ((0,), "race", "a race is enumerated over two tokens, found 3"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused_in_one_line(
+    prompt: tuple[int, ...], rule: str, said: str
+) -> None:
+    assert refusal(bias, random_tables(0, 4, 3), Request(prompt=prompt), Setup(), rule) == said
 
 
 def accepted_at_first(model: TableModel, gamma: int, rule: str) -> float:
