@@ -27,9 +27,8 @@ from torch import Tensor
 from decoding.drafters import Draft, Wrapper, draft_of
 from decoding.policies import Policy
 from decoding.randomness import Randomness
-from decoding.rounds import common_prefix
 from decoding.sampling import SamplingParams
-from decoding.text import Text
+from decoding.text import Text, common_prefix
 from model.errors import InputError, explaining
 
 Kind = Literal["json_schema", "regex", "lark"]
@@ -47,6 +46,7 @@ class Vocabulary:
     ``eos_ids`` end a text; ``encode`` gives the ids of a text that continues another one.
     """
 
+    # llguidance reads these names
     is_tokenizer_wrapper = True
     bos_token_id = None
 
@@ -246,7 +246,7 @@ class ForcedTokens(Wrapper):
     def forced(self, text: Text, limit: int) -> list[int]:
         """Return up to ``limit`` tokens that must, or probably will, follow the text."""
         found: list[int] = []
-        while len(found) < limit and text.rules.eos_ids.isdisjoint(found):
+        while len(found) < limit and text.conditions.eos_ids.isdisjoint(found):
             allowed = text.allowed_after(found).numpy()
             possible = np.count_nonzero(allowed)
             if possible > 1:  # where nothing is possible, the library may have failed

@@ -96,6 +96,12 @@ def distribution(
     return compute(probabilities, scores, *filters)
 
 
+def one_hot(tokens: Tensor, vocab: int) -> Tensor:
+    """Return the distributions ``[k, vocab]`` float32 of known tokens ``[k]``."""
+    probs = torch.zeros(len(tokens), vocab, device=tokens.device)
+    return probs.scatter_(1, tokens[:, None], 1.0)
+
+
 def penalised(scores: Tensor, context: Tensor, params: SamplingParams) -> Tensor:
     """Return the scores ``[rows, vocab]`` after the penalties of the tokens in each row's prefix of
     the context, prompt included.
@@ -189,12 +195,6 @@ def probabilities_by_few(
         few = filtered(torch.from_numpy(scaled[ids]), top_p and top_p / mass, min_p, top_k)
         kept[ids] = softmax(few).numpy()
     return probs
-
-
-def one_hot(tokens: Tensor, vocab: int) -> Tensor:
-    """Return the distributions ``[k, vocab]`` float32 of known tokens ``[k]``."""
-    probs = torch.zeros(len(tokens), vocab, device=tokens.device)
-    return probs.scatter_(1, tokens[:, None], 1.0)
 
 
 def candidates(

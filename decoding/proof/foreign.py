@@ -300,14 +300,14 @@ class Comparison:
             )
         return self.distance <= bound + self.error
 
-    def worst(self, count: int = 5) -> list[tuple[Hashable, float, float]]:
-        """Return the results that differ most: the result, its plain and its speculative
+    def worst(self) -> list[tuple[Hashable, float, float]]:
+        """Return the five results that differ most: the result, its plain and its speculative
         probability.
         """
         plain = self.plain.probs
         other = self.speculative.probs
         pairs = [(key, plain.get(key, 0.0), other.get(key, 0.0)) for key in {**plain, **other}]
-        return sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:count]
+        return sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:5]
 
 
 def assert_lossless(
@@ -317,7 +317,7 @@ def assert_lossless(
     Refused where that cannot be told.
     """
     found = Comparison(law_of(plain), law_of(speculative))
-    differing = "; ".join(f"{key}: {p:.6g}, not {q:.6g}" for key, p, q in found.worst(3))
+    differing = "; ".join(f"{key}: {p:.6g}, not {q:.6g}" for key, p, q in found.worst())
     assert found.is_within(bound), (
         f"the laws have a total variation of {found.distance:.3g}: {differing}"
     )

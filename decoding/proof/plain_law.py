@@ -1,7 +1,7 @@
 """Law of plain sampling, by recursion over texts: the reference for the law of the loop.
 
-It shares only ``distribution``, ``Rules`` and constraints with the production loop, and has no
-rounds, drafts, caches or rollbacks.
+It shares only ``distribution``, ``Conditions`` and constraints with the production loop, and has
+no rounds, drafts, caches or rollbacks.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decoding.proof.table_model import TEXTS
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Rules
+from decoding.text import Conditions
 
 DEAD_END = "every token forbidden"
 
@@ -31,8 +31,8 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Request(Rules):
-    """Prompt and sampling parameters of a text, beside its rules."""
+class Request(Conditions):
+    """Prompt and sampling parameters of a text, beside its conditions."""
 
     max_new_tokens: int = 2
     prompt: tuple[int, ...] = (0,)
@@ -40,7 +40,7 @@ class Request(Rules):
 
 
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
-    """Return the probability of every outcome of plain sampling under the request's rules."""
+    """Return the probability of every outcome of plain sampling under the request's conditions."""
     law: defaultdict[Outcome, float] = defaultdict(float)
     longest = min(request.max_new_tokens, model.max_positions - len(request.prompt))
     prompt_bytes = len(b"".join(TEXTS[token] for token in request.prompt))

@@ -31,7 +31,9 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
 
     def watched(*arguments: Any, **named: Any) -> Iterator[Round]:
         _, cache, text, drafter, *_ = arguments
-        runs.append((type(drafter).__name__, text.rules.max_new_tokens, cache.length - len(text)))
+        runs.append(
+            (type(drafter).__name__, text.conditions.max_new_tokens, cache.length - len(text))
+        )
         return production(*arguments, **named)
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(session, "speculate", watched):

@@ -158,8 +158,8 @@ def test_an_error_of_one_text_is_raised_when_the_others_are_written(session: Ses
     text = samples[1].source
     nothing = torch.zeros(text.vocab_size, dtype=torch.bool)
     ends = len(text) + 2
-    text.rules = replace(
-        text.rules, constraints=[lambda tokens: nothing if len(tokens) >= ends else None]
+    text.conditions = replace(
+        text.conditions, constraints=[lambda tokens: nothing if len(tokens) >= ends else None]
     )
     assert "no token" in refusal(session.finish_all, samples)
     assert [sample.finish for sample in samples] == ["length", "interrupted", "length", "length"]

@@ -16,7 +16,7 @@ from decoding.drafters import CATCH_UP, ModelDrafter, PromptLookup
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Rules
+from decoding.text import Conditions
 from model.decoder import Decoder
 from model.plan import LayerPlan
 from tests.configs import FAMILIES
@@ -133,10 +133,13 @@ def test_a_draft_whose_confidence_is_read_ends_with_its_end_of_text_token() -> N
     """
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
-    rules = Rules(100, eos_ids=frozenset(range(VOCAB)))
+    conditions = Conditions(100, eos_ids=frozenset(range(VOCAB)))
     for policy, length in ((AdaptiveExit(0.0, 4), 1), (FixedLength(4), 4)):
         rest = SamplingParams(), policy, SeededRandomness(0)
-        assert len(drafter.propose(text_of([1, 2], rules, vocab=VOCAB), 4, *rest).tokens) == length
+        assert (
+            len(drafter.propose(text_of([1, 2], conditions, vocab=VOCAB), 4, *rest).tokens)
+            == length
+        )
         drafter.rollback(2)
 
 

@@ -27,7 +27,7 @@ from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from decoding.text import Rules
+from decoding.text import Conditions
 from model.cache import KVCache
 from tests.calls import recorded
 from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables, text_of
@@ -254,7 +254,7 @@ def test_a_grammar_needs_an_end_of_text_token() -> None:
 def test_where_the_library_fails_nothing_is_forced() -> None:
     """After "a" it forces a byte that no token writes."""
     made = Grammar("regex", "(a|b)cxa", VOCABULARY)
-    text = text_of([0], Rules(9, constraints=(made(0),)), vocab=EOS + 1)
+    text = text_of([0], Conditions(9, constraints=(made(0),)), vocab=EOS + 1)
     assert ForcedTokens(NoDraft(), made(0)).forced(text, 4) == []
 
 

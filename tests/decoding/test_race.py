@@ -25,7 +25,7 @@ from decoding.randomness import KeyedRandomness, Place, Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.text import Rules, Text
+from decoding.text import Conditions, Text
 from model.decoder import Decoder
 from tests.configs import FAMILIES
 from tests.laws import (
@@ -173,7 +173,7 @@ VOCAB = 7
 
 def write(
     model: Decoder,
-    rules: Rules,
+    conditions: Conditions,
     params: SamplingParams,
     kind: str,
     policy: Policy,
@@ -181,7 +181,7 @@ def write(
     sample: int = 0,
 ) -> Text:
     """Text of this sample, written by the production loop under the race."""
-    text = Text([1, 2, 3], rules, model, lambda token: b"abcdefg"[token : token + 1])
+    text = Text([1, 2, 3], conditions, model, lambda token: b"abcdefg"[token : token + 1])
     rule = verify.Rule("race", seed, sample)
     cache = prefilled(model, text.tokens)
     drafter = REAL_DRAFTERS[kind](model, cache)
@@ -224,12 +224,12 @@ def test_the_seed_determines_the_text_under_any_draft(
     eos: set[int],
     constrained: bool,
 ) -> None:
-    """In float64, token for token plain decoding's, for any rules, parameters and samples."""
+    """In float64, token for token plain decoding's, for any conditions, parameters and samples."""
     model = tiny_model(family, vocab=VOCAB, seed=model_seed)
     constraints = [partial(no_three_alike, vocab=VOCAB)] * constrained
-    rules = Rules(16, frozenset(eos), stops, banned, constraints)
-    speculated = write(model, rules, params, kind, POLICIES[policy](), seed, sample)
-    plain = write(model, rules, params, "none", FixedLength(0), seed, sample)
+    conditions = Conditions(16, frozenset(eos), stops, banned, constraints)
+    speculated = write(model, conditions, params, kind, POLICIES[policy](), seed, sample)
+    plain = write(model, conditions, params, "none", FixedLength(0), seed, sample)
     assert (speculated.generated, speculated.finish) == (plain.generated, plain.finish)
 
 

@@ -144,10 +144,10 @@ def case_deviation(
         axis: values[case.get(axis, next(iter(values)))]
         for axis, values in (AXES | {"drafter": drafters}).items()
     }
-    rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["allowed"]}
-    eos_ids = rules.get("eos_ids", frozenset())
-    constraints = [partial(each, eos_ids=eos_ids) for each in rules.pop("constraints", ())]
-    request = Request(params=chosen["params"], constraints=constraints, **rules)
+    conditions = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["allowed"]}
+    eos_ids = conditions.get("eos_ids", frozenset())
+    constraints = [partial(each, eos_ids=eos_ids) for each in conditions.pop("constraints", ())]
+    request = Request(params=chosen["params"], constraints=constraints, **conditions)
     return bias(model, request, Setup(chosen["drafter"], chosen["policy"]), rule)
 
 
