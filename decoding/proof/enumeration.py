@@ -129,8 +129,7 @@ def summed(found: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
     law: defaultdict[Hashable, float] = defaultdict(float)
     for result, weight in found:
         law[result] += weight
-    total = sum(law.values())
-    assert abs(total - 1) < 1e-6, f"the probabilities of the paths sum to {total}"
+    assert abs(sum(law.values()) - 1) < 1e-6, f"a law whose sum is not 1: {dict(law)}"
     return dict(law)
 
 

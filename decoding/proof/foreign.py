@@ -65,7 +65,11 @@ class FollowedTorch(TorchFunctionMode):
         named = named or {}
         name = function.__name__
         if draw := DRAWS.get(name):
-            return draw(self.walk, function, *given, **named)
+            # set back, so that only draws that were not replaced change torch's generator
+            state = torch.get_rng_state()
+            drawn = draw(self.walk, function, *given, **named)
+            torch.default_generator.set_state(state)
+            return drawn
         if name in REFUSED:
             raise Refused(
                 f"torch's {name} cannot be enumerated (models are to be made before the run)"
@@ -93,9 +97,9 @@ def multinomial(
     **named: Any,
 ) -> Tensor:
     """Replace ``torch.multinomial``: a fork per row and sample, over the tokens of positive
-    probability.
+    probability. For wrong weights it raises torch's error.
     """
-    result = walk.apart(function, input, num_samples, replacement, **named)
+    result = function(input, num_samples, replacement, **named)
     drawn = []
     for row in input.reshape(-1, input.shape[-1]):
         left = row.clone()
@@ -108,42 +112,35 @@ def multinomial(
 
 
 def bernoulli(
-    walk: Walk, function: Callable[..., Tensor], input: Tensor, p: Any = None, **named: Any
+    walk: Walk, function: Callable[..., Tensor], input: Tensor, *given: Any, **named: Any
 ) -> Tensor:
     """Replace ``torch.bernoulli`` and its forms as methods: a fork per element. In place, p is .5
     unless it is given.
     """
-    if p is None and function.__name__ == "bernoulli_":
-        p = 0.5
-    given = () if p is None else (p,)
-    probs = torch.as_tensor(*given or (input,), dtype=torch.float64).clone()
-    result = walk.apart(function, input, *given, **named)
+    default = 0.5 if function.__name__ == "bernoulli_" else input
+    p, *_ = *given, named.get("p", default)
+    probs = torch.as_tensor(p, dtype=torch.float64).clone()  # before the tensor is overwritten
+    result = function(input, *given, **named)
     tossed = [walk.accept(each[None]).item() for each in probs.expand(result.shape).flatten()]
     return result.copy_(torch.tensor(tossed).view(result.shape))
 
 
 def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-    """Replace ``torch.rand``, ``rand_like`` and ``uniform_`` from 0 to 1."""
+    """Replace ``uniform_`` from 0 to 1."""
     bounds = dict(zip(("from", "to"), given[1:], strict=False)) | named
-    of_unit = bounds.get("from", 0) == 0 and bounds.get("to", 1) == 1
-    if function.__name__ == "uniform_" and not of_unit:
+    if bounds.get("from", 0) != 0 or bounds.get("to", 1) != 1:
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
-    return walk.fresh("u", function, *given, **named)
-
-
-def exponential(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-    """Replace ``exponential_`` of any rate: it does not change which token wins."""
-    return walk.fresh("E", function, *given, **named)
+    return walk.fresh(function, *given, kind="u", **named)
 
 
 DRAWS: dict[str, Callable[..., Any]] = {
     "multinomial": multinomial,
     "bernoulli": bernoulli,
     "bernoulli_": bernoulli,
-    "rand": uniform,
-    "rand_like": uniform,
+    "rand": partial(Walk.fresh, kind="u"),
+    "rand_like": partial(Walk.fresh, kind="u"),
     "uniform_": uniform,
-    "exponential_": exponential,
+    "exponential_": partial(Walk.fresh, kind="E"),  # of any rate: the same token wins
 }
 
 
@@ -174,7 +171,7 @@ def replaced(walk: Walk) -> Iterator[None]:
     """Return a context in which all random functions are those of the walk, or are refused."""
 
     def uniforms(*shape: Any) -> Noise:
-        return walk.fresh("u", torch.empty, shape)
+        return walk.fresh(torch.empty, shape, kind="u")
 
     def seed(*given: Any, **named: Any) -> None:
         """Refuse a seed after the first draw, since numbers would repeat; before it, no law
@@ -198,12 +195,11 @@ def states() -> dict[str, bytes]:
     """Return the state of the generator of each library. A draw that was not replaced changes it:
     dropout, or a function that was imported by its own name.
     """
-    found = {
-        "torch": torch.get_rng_state().numpy(),
-        "random": random.getstate(),
-        "numpy.random": np.random.get_state(),
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": pickle.dumps(random.getstate()),
+        "numpy.random": pickle.dumps(np.random.get_state()),
     }
-    return {library: pickle.dumps(state) for library, state in found.items()}
 
 
 @dataclass(frozen=True)

@@ -77,22 +77,13 @@ def as_noise(
 class Walk(Enumerator):
     """Enumerator of the paths of code that draws random numbers, whose ids count from 0."""
 
-    def apart(self, function: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
-        """Return the tensor of a function that draws, or raise torch's error. Its numbers are to be
-        replaced, so torch's generator is set back: only draws that were not replaced change it.
-        """
-        state = torch.get_rng_state()
-        data = function(*given, **named)
-        torch.default_generator.set_state(state)
-        return data
-
-    def fresh(self, kind: str, make: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
+    def fresh(self, make: Callable[..., Tensor], *given: Any, kind: str, **named: Any) -> Noise:
         """Return noise of new numbers, in the tensor that ``make`` returns.
 
         Raises Refused for a tensor with views, or that is noise already: they would not see the new
         numbers.
         """
-        data = self.apart(make, *given, **named)
+        data = make(*given, **named)
         holders = torch._C._storage_Use_Count(data.untyped_storage()._cdata)
         if isinstance(data, Noise) or holders > ALONE:
             raise Refused("numbers drawn into a part of a tensor, or twice, cannot be followed")
@@ -180,8 +171,7 @@ def found_places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
     number of sums that it is not below.
     """
     column = as_noise(noise[..., None], "u", noise.ids[..., None], noise.factor[..., None])
-    not_below = compare(walk, column, sums[..., None, :], is_below=False)
-    return not_below.sum(-1).view(noise.ids.shape)
+    return compare(walk, column, sums[..., None, :], is_below=False).sum(-1)
 
 
 def race(noise: Noise, weights: Any) -> Noise:

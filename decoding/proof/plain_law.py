@@ -7,27 +7,16 @@ no rounds, drafts, caches or rollbacks.
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from decoding.proof.table_model import TEXTS
+from decoding.proof.table_model import TEXTS, TableModel
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Conditions
 
 DEAD_END = "every token forbidden"
 
 Outcome = Hashable  # (tokens, finish), or DEAD_END
-
-
-class Rows(Protocol):
-    """Interface of a model here: the logits ``[vocab]`` after a history."""
-
-    vocab_size: int
-    max_positions: int
-
-    def row(self, history: Sequence[int]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +28,7 @@ class Request(Conditions):
     params: SamplingParams = SamplingParams(temperature=1.0)
 
 
-def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
+def plain_law(model: TableModel, request: Request) -> dict[Outcome, float]:
     """Return the probability of every outcome of plain sampling under the request's conditions."""
     law: defaultdict[Outcome, float] = defaultdict(float)
     longest = min(request.max_new_tokens, model.max_positions - len(request.prompt))
