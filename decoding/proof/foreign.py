@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from decoding.proof.enumeration import outcomes, summed, total_variation
 from decoding.proof.noise import Noise, Refused, Walk, as_noise, follow
@@ -64,7 +65,8 @@ class FollowedTorch(TorchFunctionMode):
     ) -> Any:
         named = named or {}
         name = function.__name__
-        if draw := DRAWS.get(name):
+        noisy = [each for each in tree_leaves((given, named)) if isinstance(each, Noise)]
+        if not noisy and (draw := DRAWS.get(name)):
             # set back, so that only draws that were not replaced change torch's generator
             state = torch.get_rng_state()
             drawn = draw(self.walk, function, *given, **named)
@@ -74,7 +76,6 @@ class FollowedTorch(TorchFunctionMode):
             raise Refused(
                 f"torch's {name} cannot be enumerated (models are to be made before the run)"
             )
-        noisy = [each for each in (*given, *named.values()) if isinstance(each, Noise)]
         if not noisy:
             return function(*given, **named)
         # float(u) is no conversion of a tensor

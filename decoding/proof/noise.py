@@ -80,13 +80,12 @@ class Walk(Enumerator):
     def fresh(self, make: Callable[..., Tensor], *given: Any, kind: str, **named: Any) -> Noise:
         """Return noise of new numbers, in the tensor that ``make`` returns.
 
-        Raises Refused for a tensor with views, or that is noise already: they would not see the new
-        numbers.
+        Raises Refused for a tensor with views, since they would not see the new numbers.
         """
         data = make(*given, **named)
         holders = torch._C._storage_Use_Count(data.untyped_storage()._cdata)
-        if isinstance(data, Noise) or holders > ALONE:
-            raise Refused("numbers drawn into a part of a tensor, or twice, cannot be followed")
+        if holders > ALONE:
+            raise Refused("numbers drawn into a part of a tensor cannot be followed")
         first = len(self.parts)
         ids = torch.arange(first, first + data.numel())
         self.parts |= dict.fromkeys(ids.tolist(), WHOLE)
@@ -109,8 +108,11 @@ def follow(
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
-    others = [each for each in (*given, *named.values()) if not isinstance(each, Noise)]
-    dtypes = [getattr(each, "dtype", each) for each in others]
+    dtypes = [
+        getattr(each, "dtype", each)
+        for each in (*given, *named.values())
+        if not isinstance(each, Noise)
+    ]
     match [name, *kinds]:  # the kind of another argument is None
         # u.item(), u.float(); a whole number of u is another number
         case [_, str(), *_] if name in CONVERSIONS and all(
@@ -128,8 +130,8 @@ def follow(
         # u < p / q, p / q > u, u.log() <= p.log() - q.log()
         case [_, "u" | "log u", None] | [_, None, "u" | "log u"] if name in LESS + GREATER:
             return compare(walk, noise, other, is_below=(name in LESS) == (noise is given[0]))
-        # torch.searchsorted(p.cumsum(-1), u)
-        case ["searchsorted", None, "u"]:
+        # torch.searchsorted(p.cumsum(-1), u), whichever side
+        case ["searchsorted", None, "u"] if named.get("sorter") is None:
             return found_places(walk, other, noise)
         # u * q, which p is compared with
         case ["mul" | "rmul" | "multiply", "u", None] | ["mul" | "multiply", None, "u"]:

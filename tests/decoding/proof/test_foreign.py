@@ -169,6 +169,13 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
             (lambda ends=ends: torch.empty(2).uniform_(*ends), "uniform_ .* but from 0 to 1")
             for ends in ((0, 2), (1, 1))
         ),
+        (lambda: torch.rand(2)[0].uniform_(), "uniform_ of u"),
+        (lambda: torch.bernoulli(torch.rand(3)), "bernoulli of u"),
+        (lambda: torch.stack([torch.rand(()), torch.rand(())]) < 0.5, "stack of u"),
+        (
+            lambda: torch.searchsorted(P, torch.rand(1), sorter=P.argsort()),
+            "searchsorted of u",
+        ),
         (lambda: torch.rand(1) * 0 <= 0, "times 0 cannot be compared with 0"),
         (lambda: (-P / torch.empty(3).exponential_()).argmax(), "negative weights"),
         *(
@@ -177,7 +184,6 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
                 lambda x: x[0].uniform_(),
                 lambda x: x.view(-1).exponential_(),
                 lambda x: torch.rand(1, out=x[:1]),
-                lambda x: [x.uniform_(), x[0].uniform_()],  # twice
             )
         ),
     ],
