@@ -66,8 +66,10 @@ def as_noise(
     data: Tensor, kind: str, ids: Tensor, factor: Tensor = UNSCALED, weights: Any = None
 ) -> Noise:
     """Return the tensor itself as noise, so that functions which write into a tensor can be
-    replaced.
+    replaced. Raises Refused for a tensor with views, which would not see the noise.
     """
+    if torch._C._storage_Use_Count(data.untyped_storage()._cdata) > ALONE:
+        raise Refused(f"{kind}, a random number, in a part of a tensor cannot be enumerated")
     data.__class__ = Noise
     factor = factor.expand(ids.shape)
     vars(data).update(kind=kind, ids=ids, factor=factor, weights=weights)
@@ -78,14 +80,8 @@ class Walk(Enumerator):
     """Enumerator of the paths of code that draws random numbers, whose ids count from 0."""
 
     def fresh(self, make: Callable[..., Tensor], *given: Any, kind: str, **named: Any) -> Noise:
-        """Return noise of new numbers, in the tensor that ``make`` returns.
-
-        Raises Refused for a tensor with views, since they would not see the new numbers.
-        """
+        """Return noise of new numbers, in the tensor that ``make`` returns."""
         data = make(*given, **named)
-        holders = torch._C._storage_Use_Count(data.untyped_storage()._cdata)
-        if holders > ALONE:
-            raise Refused("numbers drawn into a part of a tensor cannot be followed")
         first = len(self.parts)
         ids = torch.arange(first, first + data.numel())
         self.parts |= dict.fromkeys(ids.tolist(), WHOLE)
@@ -172,7 +168,8 @@ def found_places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
     """Return the place of each u in its row of sorted sums, int64 in the shape of the noise: the
     number of sums that it is not below.
     """
-    column = as_noise(noise[..., None], "u", noise.ids[..., None], noise.factor[..., None])
+    shape = *noise.shape, 1
+    column = as_noise(torch.empty(shape), "u", noise.ids[..., None], noise.factor[..., None])
     return compare(walk, column, sums[..., None, :], is_below=False).sum(-1)
 
 

@@ -184,6 +184,7 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
                 lambda x: x[0].uniform_(),
                 lambda x: x.view(-1).exponential_(),
                 lambda x: torch.rand(1, out=x[:1]),
+                lambda x: x[:1].add_(-torch.empty(1).exponential_().log()),
             )
         ),
     ],
