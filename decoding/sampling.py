@@ -202,23 +202,23 @@ def candidates(scores: np.ndarray, filters: Filters) -> tuple[np.ndarray | slice
     for top-p or min-p. Top-p is divided by their share of all probability; under top-k it counts
     among the k likeliest tokens alone.
     """
-    _, top_k, top_p, min_p = filters
     if not any(filters[1:]):
         return slice(None), filters
-    weights = np.exp(scores) if top_p and not top_k else None
+    weights = np.exp(scores) if filters.top_p and not filters.top_k else None
+    of_few = filters
     for distance in DISTANCES:
         ids = np.flatnonzero(scores >= -distance)
         if weights is not None:
             mass = (weights[ids].sum() / weights.sum()).item()
-            filters = filters._replace(top_p=top_p / mass)
-            enough = mass >= top_p
-        elif top_k:
-            enough = len(ids) >= top_k
+            of_few = filters._replace(top_p=filters.top_p / mass)
+            enough = mass >= filters.top_p
+        elif filters.top_k:
+            enough = len(ids) >= filters.top_k
         else:
-            enough = math.exp(-distance) < min_p
+            enough = math.exp(-distance) < filters.min_p
         if enough:
             break
-    return ids, filters
+    return ids, of_few
 
 
 def unlikely(probs: Tensor, mass: float) -> Tensor:
