@@ -257,9 +257,7 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
         scaling = {"rope_type": scaling["type"]} | scaling
     parameters = _read(raw, {}, "rope_parameters", dict, {})
     if not two:
-        return dict.fromkeys(
-            (SLIDING, EVERYWHERE), _rope(raw, parameters | scaling, max_positions)
-        )
+        return dict.fromkeys((SLIDING, EVERYWHERE), _rope(raw, parameters | scaling, max_positions))
     for kind in parameters:
         _one_of("layer type of rope_parameters", kind, (SLIDING, EVERYWHERE))
     local = {"rope_theta": _read(raw, {}, "rope_local_base_freq", float, 1e4)}

@@ -137,9 +137,16 @@ class FastDecoder(PreparedDecoder):
         """Return the logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as
         possible.
 
-        Each call has its own cache. The logits of a call have the same bits as alone.
+        Each call has its own cache. The logits of a call have the same bits as alone. Raises
+        IndexError for ids outside of the vocabulary, and ValueError where a cache is of another
+        batch, or as ``KVCache.claim`` does.
         """
         plan = plan or self.full
+        all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls]).long()
+        if ((all_tokens < 0) | (all_tokens >= self.vocab_size)).any():
+            raise IndexError(f"a token id is not in 0..{self.vocab_size - 1}")
+        if any(len(tokens) != len(cache.addresses) for tokens, cache, _ in calls):
+            raise ValueError("the cache and the tokens are of different batches")
         texts: list[ctypes.Structure] = []
         for tokens, cache, start in calls:
             rows = tokens.shape[1]
@@ -147,12 +154,11 @@ class FastDecoder(PreparedDecoder):
             head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
             texts += [CText(each.data_ptr(), rows, start, head_bytes) for each in cache.addresses]
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
-        all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls])
         logits = torch.empty(len(all_tokens), self.vocab_size)
         array = (CText * len(texts))(*texts)
         call("step", ctypes.byref(weights.model), array, c_long(len(texts)), all_tokens, logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
-        return [each.view(*tokens.shape, -1) for each, (tokens, _, _) in by_call]
+        return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
 
     def copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
         """Copy of a weight in few bits, by the importance of its inputs."""

@@ -352,7 +352,7 @@ static Step take_rows(const Model *model, const Text *texts, long count, long do
         s.positions = max(s.positions, text->start + text->rows);
     s.chunks = (s.positions + CHUNK - 1) / CHUNK;
     s.sinks = model->newest ? s.chunks++ : -1;
-    long partials = s.chunks * model->heads * (padded(model->size) + 2); /* of a row */
+    long partials = max(1, s.chunks) * model->heads * (padded(model->size) + 2); /* of a row */
     long most = min(MAX_ROWS, MAX_PARTIALS / partials + 1);
     for (const Text *text = texts; text < texts + count; done -= text->rows, text++)
         for (long row = max(0, done), rows; row < text->rows && s.rows < most; row += rows) {

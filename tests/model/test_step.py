@@ -239,6 +239,33 @@ def test_the_chunks_of_a_prompt_end_at_multiples_of_their_size_however_it_is_spl
     assert {40, 80, 100} <= {*ends} <= {40, 80, 100, split} and cache.length == 100
 
 
+@pytest.mark.parametrize(
+    ("ids", "batch", "error"),
+    [
+        ([[1, VOCAB]], 1, IndexError),
+        ([[-1]], 1, IndexError),
+        ([[1], [2]], 1, ValueError),
+        ([[1]], 2, ValueError),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused_before_any_cache_is_claimed(
+    ids: list[list[int]], batch: int, error: type[Exception]
+) -> None:
+    model = accelerate(random_model("llama"))
+    caches = model.new_cache(4), model.new_cache(4, batch)
+    with pytest.raises(error):
+        model.together([(tokens_for(2), caches[0], 0), (torch.tensor(ids), caches[1], 0)])
+    assert [cache.length for cache in caches] == [0, 0]
+
+
+@torch.inference_mode()
+def test_tokens_may_be_of_few_bytes_or_none() -> None:
+    model, text = accelerate(random_model("llama")), tokens_for(5)
+    expected = model(text, model.new_cache(5), 0)
+    assert torch.equal(model(text.int(), model.new_cache(5), 0), expected)
+    assert model(text[:, :0], model.new_cache(5), 0).shape == (1, 0, VOCAB)
+
+
 @torch.inference_mode()
 def test_a_step_reads_the_weights_where_training_changes_them() -> None:
     model = accelerate(random_model("gemma2"))
