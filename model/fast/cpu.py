@@ -19,7 +19,7 @@ from model.cache import KVCache
 from model.config import Rope
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
-from model.fast.compiled import library
+from model.fast.library import library
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LOW_BITS, LayerPlan
 from model.quantise import shares_of
