@@ -117,13 +117,15 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Qua
     ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
     error of a group is at most that of half an even step per weight, from its least to its largest
     weight, plus the rounding of scale and zero to bfloat16. A last group of fewer than 32 columns
-    has its own scale.
+    has its own scale. Raises ValueError for other bits.
     """
     columns = weight.shape[1]
     if bits == 8:
         scale = torch.linalg.vector_norm(weight.float(), torch.inf, 1, keepdim=True) / 127
         codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale))
+    if bits != 4:
+        raise ValueError(f"weights are rounded to 4 or 8 bits, not to {bits}")
     shares = shares_of(importance, columns, weight.device)
     found = []
     for part in weight.split(max(1, CHUNK // columns)):

@@ -309,6 +309,16 @@ def test_a_step_keeps_the_copies_that_it_reads_whatever_replaces_them(bits: int)
     assert torch.equal(model(text, model.new_cache(20), 0, plan), expected)
 
 
+def test_plans_share_their_rotary_angles() -> None:
+    """Which are as long as a context."""
+    model = accelerate(random_model("gemma3"))
+    tables = [
+        {id(each) for each in model.prepare(plan, 900).owned if len(each) == 1024}
+        for plan in (LayerPlan.full(3), LayerPlan.early_exit(3, 1))
+    ]
+    assert tables[0] == tables[1] and len(tables[0]) == 4
+
+
 def compiled_program(source: Path, folder: Path, *flags: str, by: str = "cc") -> Path:
     """A program of one C file, by the flags of the step."""
     made = folder / f"program{len(list(folder.iterdir()))}"
