@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# ``model.fast`` compiles its rounding with these four
 GROUP = 32  # weights that share scale and zero, in four bits
 LEVELS = 15  # the largest code, in four bits
-CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
+CUTS = 2  # candidates: a group's range with 0 or 1 steps cut off at each end
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
 
@@ -73,7 +74,7 @@ def round_groups(weight: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor
     mean = weighted_sum(weight, shares)
     low, high = torch.aminmax(weight, dim=-1)
     found = []
-    for cut in CUTS:
+    for cut in range(CUTS):
         scale = (high - low) * ((1 - 2 * cut / LEVELS) / LEVELS)
         zero = (low + high - LEVELS * scale) / 2
         for _ in range(FITS + 1):

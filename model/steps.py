@@ -8,7 +8,6 @@ from torch import Tensor
 from model.cache import KVCache
 from model.plan import LayerPlan
 
-
 SMALLEST = 1024  # positions of the shortest static cache
 PADDING = 512  # positions for padded rows: more than any step has
 

@@ -33,9 +33,9 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     """Return a model of the same weights whose steps are fast on its device.
 
     Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
-    so where only a C compiler is missing. Elsewhere the model is changed too. On a CPU these are its
-    ``attend`` and, where the processor does not multiply bfloat16, its linear layers: it reads
-    prompts by them. On a GPU they are its ``planned`` blocks.
+    so where only a C compiler is missing. Elsewhere the model is changed too: on a CPU its
+    ``attend`` and, where the processor does not multiply bfloat16, its linear layers, both for
+    prompts; on a GPU its ``planned`` blocks.
     """
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder

@@ -25,7 +25,7 @@ from model.plan import FULL, LOW_BITS, SINKS, LayerPlan
 from model.quantise import shares_of
 from model.steps import Abilities
 
-KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
+KINDS = {torch.bfloat16: 16, torch.float32: 32}  # kinds of numbers in step.c, by their bits
 NORMS = {  # of a block: fields of a layer in step.c, and their names here
     "llama": {
         "attention_norm": "input_layernorm",

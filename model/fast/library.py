@@ -1,5 +1,5 @@
-"""Compiled ``step.c``: at the first run on a machine, by the system's C compiler. Knows nothing of
-models.
+"""Compiled ``step.c``: at the first run on a machine, by the system's C compiler, with the numbers
+of ``model.quantise``. Knows nothing of models.
 """
 
 import ctypes
@@ -18,12 +18,14 @@ from tempfile import TemporaryDirectory
 
 from model.errors import InputError, explaining
 from model.places import cache_folder, version
+from model.quantise import CUTS, FITS, GROUP, LEVELS
 
 STEP = Path(__file__).with_name("step.c")
 SOURCES = [STEP, *sorted(STEP.parent.glob("*.h"))]
 FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
+    *(f"-DGROUP={GROUP}", f"-DLEVELS={LEVELS}", f"-DCUTS={CUTS}", f"-DFITS={FITS}"),
 ]
 # for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"

@@ -86,9 +86,9 @@ static void *buffer(int use, size_t bytes) {
 static void embed(const Model *model, const int64_t *tokens, long rows, float *x) {
     long hidden = model->hidden, kind = model->kind;
     for (long row = 0; row < rows; row++, x += hidden) {
-        const char *of = model->embedding + tokens[row] * row_bytes(kind, hidden);
+        const char *embedding = model->embedding + tokens[row] * row_bytes(kind, hidden);
         for (long i = 0; i < hidden; i += WIDTH) {
-            Floats numbers = load(kind, of + i * bytes_of(kind), hidden - i);
+            Floats numbers = load(kind, embedding + i * bytes_of(kind), hidden - i);
             store(F32, x + i, numbers * model->embedding_scale, hidden - i);
         }
     }
