@@ -14,9 +14,10 @@ from setuptools.command.build_py import build_py
 PACKAGE = "specdec"
 # Modules that make the package: its names for Python, and its command line
 NAMED = {"specdec": "__init__", "generate": "__main__"}
+OF_THE_CHECKOUT = "gpu_report"  # a module that runs its tests
 
 
-def installed(source: str, names: Iterable[str]) -> str:
+def as_installed(source: str, names: Iterable[str]) -> str:
     """Return the source of a module as it is installed: it imports the top-level ``names`` from the
     package, and its texts show commands as they are there.
     """
@@ -40,11 +41,15 @@ class BuildBelowPackage(build_py):
         self.build_lib = str(Path(self.build_lib, PACKAGE))
         super().run()
 
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        found = super().find_package_modules(package, package_dir)
+        return [each for each in found if each[1] != OF_THE_CHECKOUT]
+
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
         path, copied = super().build_module(NAMED.get(module, module), module_file, package)
         names = {each.partition(".")[0] for each in (*self.packages, *self.py_modules)}
         source = Path(module_file).read_text(encoding="utf-8")
-        Path(path).write_text(installed(source, names), encoding="utf-8")
+        Path(path).write_text(as_installed(source, names), encoding="utf-8")
         return path, copied
 
 

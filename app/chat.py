@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from app.prompt import checked_text
 from app.sample import Sample, Slot, pieces
 from decoding.rounds import Round
+from model.errors import InputError
 
 if TYPE_CHECKING:
     from app.session import Session
@@ -47,6 +48,8 @@ class Chat:
 
     def rounds(self, text: str, **options: object) -> Iterator[Round]:
         """Return the rounds in which the model's answer is written, which is then ``sample``."""
+        if "system" in options:
+            raise InputError("system is an option of chat, not of a turn", "system")
         session = self.session
         given = session.options.merged(self.options).merged(options)
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
@@ -54,10 +57,16 @@ class Chat:
         context = self.slot.cache.capacity
         self.sample = session.begin(session.encode(messages, given), given, context=context)
         self.sample.continues = True
-        return self._answer(messages, self.sample)
+        return self._answer(self.messages, messages, self.sample)
 
-    def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
-        # nothing is kept of a turn that could not be answered
+    def _answer(
+        self, before: list[dict[str, str]], messages: list[dict[str, str]], sample: Sample
+    ) -> Iterator[Round]:
+        if self.messages is not before:
+            raise InputError(
+                "the conversation went on and cut this stream off: read a stream to its end"
+            )
+        # Nothing is kept of a turn that could not be answered.
         for round in self.session.rounds(sample, self.slot):
             self.messages = [*messages, {"role": "assistant", "content": sample.text}]
             yield round
@@ -68,4 +77,4 @@ class Chat:
             self.slot.text = None
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         begin, end = [*users, len(self.messages), len(self.messages)][:2]
-        del self.messages[begin:end]
+        self.messages = self.messages[:begin] + self.messages[end:]

@@ -21,12 +21,12 @@ from app.common.device import pick_device
 from app.options import Options
 from app.plan_file import GAMMA_LOW_BITS, LONGEST_DRAFT, DraftPlan, read_plan
 from app.prompt import check_ids
-from model.decoder import Decoder
+from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.plan import LayerPlan
 from weights.importance import set_importance
 from weights.load import load_model, model_folder, pick_dtype, read_config, shown_name
-from weights.memory import Memory, check_fits, estimate, low_bit_bytes
+from weights.memory import Memory, check_fits, estimate, has_memory_for, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class LoadedModel:
         """
         options = self.options
         chosen = self.plan_for(options)
-        of_draft = options.draft_model and read_config(model_folder(options.draft_model))
+        draft_model = options.draft_model
+        of_draft = None if draft_model is None else read_config(model_folder(draft_model))
         return estimate(
             self.local_config,
             dtype=self.dtype,
@@ -116,7 +117,10 @@ class LoadedModel:
         """
         plans = self.optional_plans(self.options) if self.options.draft == "auto" else {}
         copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
-        memory = self.memory(self.capacity(ids), len(ids))
+        positions = self.capacity(ids)
+        # Half of a text that is not known yet may be prompt. It is read in chunks.
+        prompt = len(ids) or min(positions // 2, PREFILL_CHUNK)
+        memory = self.memory(positions, prompt)
         return check_fits(memory, self.device, optional_copies=copies)
 
     def plan_for(self, options: Options) -> DraftPlan | None:
@@ -139,8 +143,9 @@ class LoadedModel:
                 raise InputError(
                     f"the plan has {chosen.plan.num_layers} layers, the model {layers}"
                 )
-        elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
-            chosen = read_plan(Path(options.plan or shipped), layers, self.folder)
+        elif options.plan is not None or (options.draft in ("skip", "auto") and shipped.exists()):
+            file = shipped if options.plan is None else Path(options.plan)
+            chosen = read_plan(file, layers, self.folder)
         else:
             return None
         plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
@@ -166,7 +171,7 @@ class LoadedModel:
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how
-        long that takes, or that it gains nothing.
+        long that takes, or that it gains nothing. Raises InputError where they do not fit.
         """
         copies = replace(plan, window=None)  # a window changes none
         if copies in self.prepared:
@@ -177,6 +182,11 @@ class LoadedModel:
                 f" {self.model.dtype} on {self.device.type}"
             )
         elif copies.has_low_bits:
+            if not has_memory_for(self.model, [copies]):
+                raise InputError(
+                    "the low-bit copies of this draft do not fit into memory: give --draft none or"
+                    " lookup"
+                )
             seconds = self.rounding_seconds(copies)
             if self.device.type == "cpu" and seconds > NOTICED:
                 say(f"rounding weights for drafts takes about {seconds:.1f} s")

@@ -37,6 +37,8 @@ OF_THE_COMMAND = (
     *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
     *("serve", "allow_host", "queue", "interactive"),
 )
+# options that a server and a conversation do not take
+OF_ONE_TEXT = ("prompt", "prompt_file", "num_samples", "dry_run", "compare", "json")
 TYPES = {  # by an option's type: the types of its values, and their name
     int: (int, "a whole number"),
     float: ((int, float), "a number"),
@@ -180,7 +182,12 @@ class Options:
     )
     temperature: float = option(**TEMPERATURE, group="sampling")
     top_k: int = option(
-        0, "keep the K likeliest tokens; 0: all", type=int, group="sampling", metavar="K"
+        0,
+        "keep the K likeliest tokens; 0: all",
+        type=int,
+        group="sampling",
+        metavar="K",
+        least=0,
     )
     top_p: float = option(
         1.0,
@@ -321,19 +328,21 @@ class Options:
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(self, each.name, checked(each, getattr(self, each.name)))
+        is_server = self.serve is not None
         if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if self.serve else SHORT_TEXT)
+            length = WHOLE_CONTEXT if is_server else SHORT_TEXT
+            object.__setattr__(self, "max_new_tokens", length)
         self._check_draft()
         if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
-        of_one_prompt = (self.prompt, self.prompt_file, self.compare, self.json, self.dry_run)
-        uses = (any(of_one_prompt) or self.num_samples > 1, self.interactive, self.serve)
-        if sum(map(bool, uses)) > 1 or (self.serve and self.trace):
+        of_one_text = any(getattr(self, name) != getattr(Options, name) for name in OF_ONE_TEXT)
+        has_no_effect = self.trace if is_server else self.interactive and self.chat is False
+        if of_one_text + self.interactive + is_server > 1 or has_no_effect:
             raise InputError(
                 "--serve and --interactive stand alone: they take no prompt, --num-samples,"
-                " --compare, --json or --dry-run, and --serve no --trace"
+                " --compare, --json or --dry-run, --serve no --trace, --interactive no --no-chat"
             )
-        if not self.serve and (self.allow_host or self.queue != QUEUE):
+        if not is_server and (self.allow_host or self.queue != QUEUE):
             raise InputError("--allow-host and --queue have no effect without --serve")
         _ = self.params  # which checks its numbers
 
@@ -439,9 +448,9 @@ def checked(option: Field, value: Any) -> Any:
         fits = least <= value <= most  # which NaN fails
         wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
     if not fits:
-        raise InputError(
-            f"{flag_of(option.name)} must be {wanted}, found {value!r:.80}", option.name
-        )
+        complaint = f"{flag_of(option.name)} must be {wanted}"
+        with explaining(complaint, (ValueError,), option.name):  # too long a number to be shown
+            raise InputError(f"{complaint}, found {value!r:.80}", option.name)
     with explaining(f"{flag_of(option.name)} is not UTF-8 text", (UnicodeError,), option.name):
         texts = value if kind is list else [value]
         "".join(each for each in texts if isinstance(each, str)).encode()

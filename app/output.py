@@ -79,7 +79,7 @@ class Output:
         if self.session.options.json:
             for sample in self.shown:
                 shown = {"text": sample.text, "tokens": sample.tokens, **as_json(sample)}
-                print(json.dumps(shown, ensure_ascii=False))
+                print(json.dumps(shown))
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def run_on_ranks(parse: Callable[[], Options], write: Callable[[Session], None])
 
 def run(options: Options, write: Callable[[Session], None]) -> None:
     """Meet the other ranks, agree on the options, load this rank's shard, and write."""
-    if options.serve or options.interactive or options.dry_run:
+    if options.serve is not None or options.interactive or options.dry_run:
         raise InputError(
             "--serve, --interactive and --dry-run run in one process: start without torchrun"
         )

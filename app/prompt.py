@@ -4,6 +4,7 @@ Knows nothing of sessions and caches.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, str]]  # {"role": ..., "content": ...}
+# In every Lark grammar, but in no file's name: requests, which may name no file, rely on that.
+LARK_START = r"\bstart\s*:"
 Prompt = str | Sequence[int] | Messages  # a text, token ids, or a conversation
 
 
@@ -118,13 +121,13 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
 
 def read_grammar(options: Options, name: str) -> str:
     """Return the source of the grammar that this option gives: a regular expression itself, a
-    schema or a Lark grammar itself or in a file. A Lark grammar defines ``start:``, which no file's
-    name does.
+    schema or a Lark grammar itself or in a file.
     """
     if name == "json_schema":
         return json.dumps(read_json_option(options, name))
     source = getattr(options, name)
-    return read_text(source) if name == "grammar" and "start:" not in source else source
+    is_file = name == "grammar" and not re.search(LARK_START, source)
+    return read_text(source) if is_file else source
 
 
 def read_json_option(options: Options, name: str) -> dict[str, Any]:

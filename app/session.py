@@ -49,6 +49,7 @@ class Session(LoadedModel):
         self.sample: Sample | None = None
         self.lock = RLock()
         self.written: float = 0  # tokens
+        self.away = 0.0  # seconds that the readers of texts in shared steps took
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -140,18 +141,18 @@ class Session(LoadedModel):
         texts share steps. Raises InputError.
         """
         text = sample.source
-        called = now(self.device)
+        called = self.clock()
         with self.lock:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
             slot.text = text
-            loaded = now(self.device)
+            loaded = self.clock()
             slot.read(sample, target)
-            sample.prompt_seconds = now(self.device) - loaded
+            sample.prompt_seconds += self.clock() - loaded
             sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
             sample.is_plain = policy.gamma == 0
-        began = now(self.device)
-        sample.wait = began - called
+        began = self.clock()
+        sample.wait += began - called
         rounds = speculate(
             target,
             slot.cache,
@@ -172,12 +173,16 @@ class Session(LoadedModel):
                     )
                 round = self._next(rounds, sample)
                 slot.tokens = text.tokens[:-1]
-            sample.timeline.append((round, sample.seconds + now(self.device) - began))
+            sample.timeline.append((round, sample.seconds + self.clock() - began))
             sample.trouble = self.model.trouble  # a step may have fallen back
             sample.statistics.add(round)
             self.written += len(round.emitted)
             yield round
-            began = now(self.device)
+            began = self.clock()
+
+    def clock(self) -> float:
+        """Return seconds, without those that readers took while texts shared steps."""
+        return now(self.device) - self.away
 
     def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
         """Return the next round. If no token can follow, the error has the grammar's reason."""
@@ -222,9 +227,12 @@ class Session(LoadedModel):
         first, *others = slots
         prompt = samples[0].source.tokens
         if all(sample.source.tokens == prompt for sample in samples):
+            began = self.clock()
             first.read(samples[0], self.model)
             for slot in others:
                 slot.copy_from(first)
+            for sample in samples[: len(slots)]:
+                sample.prompt_seconds = sample.wait = self.clock() - began
         together = Together(self.model)
         waiting = iter(samples)
         written: list[tuple[Sample, Round]] = []
@@ -243,7 +251,9 @@ class Session(LoadedModel):
                 together.start(partial(write, slot))
             while together.loops:
                 together.step()
+                left = now(self.device)
                 yield from written
+                self.away += now(self.device) - left
                 written.clear()
         finally:
             for loop in [*together.loops]:
@@ -268,6 +278,8 @@ class Session(LoadedModel):
     def slot_for(self, positions: int) -> Slot:
         """Return the session's own cache, made anew where it is too small."""
         if self.slot is None or self.slot.cache.capacity < positions:
+            if self.slot:
+                self.slot.text = None  # ends its stream
             rounded_up = -(-positions // POSITIONS) * POSITIONS
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot

@@ -41,6 +41,13 @@ from app.common.parsers import parser_of
 def little():
     print("a little")
 
+def failed():
+    print("a little")
+    raise sys.modules["model.errors"].InputError("wrong")
+
+def echo():
+    print(ascii(input()))
+
 def much():
     for number in range(50_000):
         print("line", number)
@@ -80,6 +87,8 @@ NO_FOLDER = "error: the working directory was deleted: change to another\n"
             Outcome(0, "line 0\n0\n", ""),
         ),
         ("$RUN | true; echo ${PIPESTATUS[0]}", "little", Outcome(0, "0\n", "")),
+        ("$RUN | true; echo ${PIPESTATUS[0]}", "failed", Outcome(0, "2\n", "error: wrong\n")),
+        ("$RUN > /dev/full", "failed", Outcome(2, "", "error: wrong\n")),
         ("$RUN <&-", "little", Outcome(2, "", CLOSED)),
         ("$RUN >&-", "little", Outcome(2, "", CLOSED)),
         ("$RUN 2>&-", "little", Outcome(2, "", "")),
@@ -87,6 +96,11 @@ NO_FOLDER = "error: the working directory was deleted: change to another\n"
             "export PYTHONIOENCODING=ascii; $RUN",
             "foreign",
             Outcome(0, "caf? ? ?\n", "caf?\n"),
+        ),
+        (
+            r"export PYTHONIOENCODING=utf-8; printf '\xff\n' | $RUN",
+            "echo",
+            Outcome(0, r"'\udcff'" + "\n", ""),
         ),
     ],
 )
