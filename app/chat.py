@@ -51,18 +51,16 @@ class Chat:
         if "system" in options:
             raise InputError("system is an option of chat, not of a turn", "system")
         session = self.session
-        given = session.options.merged(self.options).merged(options)
+        merged = session.options.merged(self.options).merged(options)
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
         context = self.slot.cache.capacity
-        self.sample = session.begin(session.encode(messages, given), given, context=context)
+        self.sample = session.begin(session.encode(messages, merged), merged, context=context)
         self.sample.continues = True
-        return self._answer(self.messages, messages, self.sample)
+        return self._answer(messages, self.sample)
 
-    def _answer(
-        self, before: list[dict[str, str]], messages: list[dict[str, str]], sample: Sample
-    ) -> Iterator[Round]:
-        if self.messages is not before:
+    def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
+        if self.messages != messages[:-1]:
             raise InputError(
                 "the conversation went on and cut this stream off: read a stream to its end"
             )
@@ -74,7 +72,7 @@ class Chat:
     def forget(self) -> None:
         """Forget the oldest turn of the user, if any, with its answer. It ends a stream."""
         if self.slot:
-            self.slot.text = None
+            self.slot.source = None
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         begin, end = [*users, len(self.messages), len(self.messages)][:2]
-        self.messages = self.messages[:begin] + self.messages[end:]
+        del self.messages[begin:end]

@@ -212,11 +212,14 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strateg
 
 
 class Kind(NamedTuple):
-    """Kind of draft: its line in --help, the options that have an effect on it, and its maker."""
+    """Kind of draft: its line in --help, the options that have an effect on it, its maker, and the
+    option that it ``needs``, unless a model's folder has the file.
+    """
 
     help: str
     options: tuple[str, ...]
     make: Callable[[Session, Sample, Slot, Model], Strategy]
+    needs: str | None = None
 
 
 LENGTH = ("gamma", "min_target_confidence")
@@ -230,7 +233,10 @@ KINDS = {
     "none": Kind("plain decoding", (), lambda *_: plain()),
     "lookup": Kind("copies what followed the same words earlier in the text", LENGTH, lookup),
     "skip": Kind(
-        "the model without some sublayers, by a layer plan (--plan)", (*BY_PLAN, "plan"), by_plan
+        "the model without some sublayers, by a layer plan (--plan)",
+        (*BY_PLAN, "plan"),
+        by_plan,
+        needs="plan",
     ),
     "exit": Kind("the model's first layers (--exit-layer)", (*BY_PLAN, "exit_layer"), by_plan),
     "lowbit": Kind("the model with all weights in four bits (--bits)", BY_PLAN, by_plan),
@@ -238,6 +244,7 @@ KINDS = {
         "a smaller model with the same tokenizer (--draft-model)",
         (*LENGTH, "adaptive", "draft_model"),
         other_model,
+        needs="draft_model",
     ),
 }
 OF_DRAFTS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]

@@ -18,7 +18,7 @@ import torch
 from app.characters import Labels
 from app.common.command_line import say
 from app.common.device import pick_device
-from app.options import Options
+from app.options import CONTEXT, Options
 from app.plan_file import GAMMA_LOW_BITS, LONGEST_DRAFT, DraftPlan, read_plan
 from app.prompt import check_ids
 from model.decoder import PREFILL_CHUNK, Decoder
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from app.offers import Offers
     from decoding.grammar import Vocabulary
 
-# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
-CONTEXT = 8192
 NOTICED = 0.5  # seconds: copies that take less are made without a line
 BITS = 4  # of a low-bit draft by default
 PRIOR_LOW_BITS = 0.85  # acceptance of such a draft before any is observed
@@ -98,8 +96,7 @@ class LoadedModel:
         """
         options = self.options
         chosen = self.plan_for(options)
-        draft_model = options.draft_model
-        of_draft = None if draft_model is None else read_config(model_folder(draft_model))
+        of_draft = options.draft_model and read_config(model_folder(options.draft_model))
         return estimate(
             self.local_config,
             dtype=self.dtype,
@@ -119,8 +116,7 @@ class LoadedModel:
         copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
         positions = self.capacity(ids)
         # Half of a text that is not known yet may be prompt. It is read in chunks.
-        prompt = len(ids) or min(positions // 2, PREFILL_CHUNK)
-        memory = self.memory(positions, prompt)
+        memory = self.memory(positions, len(ids) or min(positions // 2, PREFILL_CHUNK))
         return check_fits(memory, self.device, optional_copies=copies)
 
     def plan_for(self, options: Options) -> DraftPlan | None:
@@ -144,8 +140,8 @@ class LoadedModel:
                     f"the plan has {chosen.plan.num_layers} layers, the model {layers}"
                 )
         elif options.plan is not None or (options.draft in ("skip", "auto") and shipped.exists()):
-            file = shipped if options.plan is None else Path(options.plan)
-            chosen = read_plan(file, layers, self.folder)
+            file = shipped if options.plan is None else options.plan
+            chosen = read_plan(Path(file), layers, self.folder)
         else:
             return None
         plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
@@ -160,9 +156,9 @@ class LoadedModel:
     def optional_plans(self, options: Options) -> dict[str, DraftPlan]:
         """Return the plans by name among which --draft auto chooses."""
         plans = {"low bits": self.low_bit_plan}
-        given = self.plan_for(options)
-        if given and given.gamma != 0 and given.plan != self.low_bit_plan.plan:
-            plans["plan"] = given
+        chosen = self.plan_for(options)
+        if chosen and chosen.gamma != 0 and chosen.plan != self.low_bit_plan.plan:
+            plans["plan"] = chosen
         return plans
 
     def rounding_seconds(self, plan: LayerPlan) -> float:

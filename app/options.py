@@ -29,6 +29,8 @@ from weights.load import DTYPES
 
 SHORT_TEXT = 256  # tokens of a text by default
 WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context ends it
+# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
+CONTEXT = 8192
 QUEUE = 64  # most requests that wait, of a server
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
 OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
@@ -273,7 +275,7 @@ class Options:
     context: int | None = option(
         None,
         "most tokens of prompt and text together (default: the model's; in conversations at most"
-        " 8192)",
+        f" {CONTEXT})",
         type=int,
         group="machine",
         metavar="N",
@@ -397,24 +399,24 @@ class Options:
         sampled = f"--seed {self.seed} --coupling {self.rule.name}{number}"
         return sampled if self.temperature else ""
 
-    def merged(self, given: Mapping[str, Any]) -> Options:
-        """Return these options with those ``given`` to a call or in a request in their place, which
-        are not those of the model.
+    def merged(self, changes: Mapping[str, Any]) -> Options:
+        """Return these options with the ``changes`` of a call or a request. These are no options of
+        the model.
 
         Another kind of draft comes without the known options of drafting, and a grammar without
         the known one. Raises InputError.
         """
         known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
-        for name in given.keys() & {*OF_THE_MODEL}:
+        for name in changes.keys() & {*OF_THE_MODEL}:
             raise InputError(f"{name} is an option of load, not of a call", name)
-        for name in given.keys() - known:
+        for name in changes.keys() - known:
             raise InputError(f"no option is called {name}: give {', '.join(sorted(known))}", name)
         cleared: dict[str, Any] = {}
-        if given.get("draft", self.draft) != self.draft:
+        if changes.get("draft", self.draft) != self.draft:
             cleared |= dict.fromkeys(OF_DRAFTS)
-        if any(given.get(name) is not None for name in GRAMMARS):
+        if any(changes.get(name) is not None for name in GRAMMARS):
             cleared |= dict.fromkeys(GRAMMARS)
-        return replace(self, **cleared | dict(given))
+        return replace(self, **cleared | dict(changes))
 
 
 def flag_of(name: str) -> str:
@@ -474,11 +476,11 @@ def parse(arguments: list[str] | None = None) -> Options:
         description="Write text with a language model, by self-speculative decoding.",
         epilog=EPILOG + "".join(f"  {name:<15}{kind.help}\n" for name, kind in kinds.items()),
     )
-    given = vars(parser.parse_args(arguments))
-    prompts = [each for each in (given.pop("PROMPT"), given["prompt"]) if each is not None]
+    parsed = vars(parser.parse_args(arguments))
+    prompts = [each for each in (parsed.pop("PROMPT"), parsed["prompt"]) if each is not None]
     if len(prompts) > 1:
         raise InputError("give one prompt: as an argument, or with --prompt")
-    return Options(**given | {"prompt": prompts[0] if prompts else None})
+    return Options(**parsed | {"prompt": prompts[0] if prompts else None})
 
 
 def argument(option: Field) -> dict[str, Any]:

@@ -64,11 +64,11 @@ class SharedSession(Session):
         """Return nothing: the memory of the shard was checked before it was loaded."""
         return ""
 
-    def rounds(self, sample: Sample, *given: Any) -> Iterator[Round]:
+    def rounds(self, sample: Sample, *arguments: Any) -> Iterator[Round]:
         """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and
         KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
         """
-        for round in super().rounds(sample, *given):
+        for round in super().rounds(sample, *arguments):
             found = gathered((round.emitted, sample.seconds, self.interrupted.is_set()))
             if any(tokens != round.emitted for tokens, *_ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")

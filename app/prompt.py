@@ -19,7 +19,7 @@ from weights.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, str]]  # {"role": ..., "content": ...}
 # In every Lark grammar, but in no file's name: requests, which may name no file, rely on that.
-LARK_START = r"\bstart\s*:"
+LARK_START = r"start\s*:"
 Prompt = str | Sequence[int] | Messages  # a text, token ids, or a conversation
 
 

@@ -14,6 +14,7 @@ from threading import RLock
 
 from app.chat import Chat
 from app.common.command_line import say
+from app.common.parsers import MODEL
 from app.drafts import strategy_of
 from app.loaded import LoadedModel
 from app.options import GRAMMARS, OF_THE_MODEL, Options
@@ -30,7 +31,6 @@ from weights.memory import free_bytes
 POSITIONS = 1024  # a cache is made for a multiple of these
 MOST_TOGETHER = 16  # texts that share steps
 THINK = b"<think>"  # the end of a prompt whose template opens a thinking part
-WARM_UP = 8  # tokens that are written before anything is timed
 
 
 class Session(LoadedModel):
@@ -61,8 +61,8 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        given = self.options.merged(options)
-        self.sample = sample = self.begin(self.encode(prompt, given), given)
+        merged = self.options.merged(options)
+        self.sample = sample = self.begin(self.encode(prompt, merged), merged)
         return sample
 
     def write_all(self, prompts: Sequence[Prompt], **options: object) -> list[Sample]:
@@ -73,9 +73,9 @@ class Session(LoadedModel):
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        given = self.options.merged(options).seeded()
+        merged = self.options.merged(options).seeded()
         samples = [
-            self.begin(self.encode(prompt, given), given, number)
+            self.begin(self.encode(prompt, merged), merged, number)
             for number, prompt in enumerate(prompts)
         ]
         self.finish_all(samples)
@@ -145,7 +145,7 @@ class Session(LoadedModel):
         with self.lock:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
-            slot.text = text
+            slot.source = text
             loaded = self.clock()
             slot.read(sample, target)
             sample.prompt_seconds += self.clock() - loaded
@@ -166,7 +166,7 @@ class Session(LoadedModel):
         )
         while text.finish is None:
             with self.lock:
-                if slot.text is not text:
+                if slot.source is not text:
                     raise InputError(
                         "another call of the session cut this stream off: read a stream to its end,"
                         " or load the model twice"
@@ -279,7 +279,7 @@ class Session(LoadedModel):
         """Return the session's own cache, made anew where it is too small."""
         if self.slot is None or self.slot.cache.capacity < positions:
             if self.slot:
-                self.slot.text = None  # ends its stream
+                self.slot.source = None  # ends its stream
             rounded_up = -(-positions // POSITIONS) * POSITIONS
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot
@@ -293,12 +293,12 @@ class Session(LoadedModel):
         drafts are made.
         """
         self.make_copies_at_once()
-        few = {"max_new_tokens": min(WARM_UP, self.options.max_new_tokens)}
-        for given in (few, few | {"draft": "none"}):
-            self.finish(self.begin(ids, self.options.merged(given)))
+        few = {"max_new_tokens": min(8, self.options.max_new_tokens)}
+        for changes in (few, few | {"draft": "none"}):
+            self.finish(self.begin(ids, self.options.merged(changes)))
 
 
-def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
+def load(model: str = MODEL["default"], **options: object) -> Session:
     """Return a loaded model, with the options of the command line: see ``Session``."""
     of_model = {name: options.pop(name) for name in OF_THE_MODEL if name in options}
     session = Session(Options(model=model, **of_model).merged(options))

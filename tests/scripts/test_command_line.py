@@ -161,7 +161,7 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
         *["the hen", "--model", model, "--draft", "exit", "--temperature", "1", "--seed", "4"],
         *["--num-samples", "3", "--max-new-tokens", "12", "--json"],
     )
-    assert outcome.status == 0 and len(outcome.objects) == 3
+    assert outcome.status == 0 and len(outcome.objects) == 3 and outcome.out.isascii()
     tokenizer = Tokenizer(Path(model))
     for result in outcome.objects:
         assert list(result) == KEYS and len(result["tokens"]) == 12
