@@ -22,8 +22,10 @@ def run(options: Options) -> None:
     """Load the model, and serve, converse or write as the options ask."""
     session = Session(options)
     if options.serve is not None:
-        needed = "pip install pydantic sse-starlette starlette uvicorn"
-        with explaining(f"--serve needs more: {needed}", (ModuleNotFoundError,)):
+        with explaining(
+            "--serve needs more: pip install pydantic sse-starlette starlette uvicorn",
+            (ModuleNotFoundError,),
+        ):
             from app.server.network import Server
         Server(session).serve_until_stopped()
     elif options.interactive:

@@ -14,7 +14,6 @@ from setuptools.command.build_py import build_py
 PACKAGE = "specdec"
 # Modules that make the package: its names for Python, and its command line
 NAMED = {"specdec": "__init__", "generate": "__main__"}
-OF_THE_CHECKOUT = "gpu_report"  # a module that runs its tests
 
 
 def as_installed(source: str, names: Iterable[str]) -> str:
@@ -42,8 +41,11 @@ class BuildBelowPackage(build_py):
         super().run()
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        found = super().find_package_modules(package, package_dir)
-        return [each for each in found if each[1] != OF_THE_CHECKOUT]
+        return [
+            each
+            for each in super().find_package_modules(package, package_dir)
+            if each[1] != "gpu_report"  # it runs the tests, which are not installed
+        ]
 
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
         path, copied = super().build_module(NAMED.get(module, module), module_file, package)

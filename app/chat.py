@@ -54,8 +54,9 @@ class Chat:
         merged = session.options.merged(self.options).merged(options)
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
-        context = self.slot.cache.capacity
-        self.sample = session.begin(session.encode(messages, merged), merged, context=context)
+        self.sample = session.begin(
+            session.encode(messages, merged), merged, context=self.slot.cache.capacity
+        )
         self.sample.continues = True
         return self._answer(messages, self.sample)
 

@@ -113,9 +113,11 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     if chosen.gamma == 0 and options.gamma is None:
         return plain("plain: by the plan, no draft pays")
     plan = runnable(session.model, chosen.plan)
-    drafter = plan_drafter(session, plan, slot, target)
-    policy = policy_of(options, chosen.gamma, chosen.threshold)
-    return Strategy(plan_in_words(plan), drafter, policy)
+    return Strategy(
+        plan_in_words(plan),
+        plan_drafter(session, plan, slot, target),
+        policy_of(options, chosen.gamma, chosen.threshold),
+    )
 
 
 def plan_drafter(session: Session, plan: LayerPlan, slot: Slot, target: Model) -> ModelDrafter:
@@ -200,8 +202,7 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         where = f"{kind}, line {lines[-1]}" if lines else kind
-        cause = error if in_text else None
-        raise InputError(f"--draft {where}: {typed_line(error)}") from cause
+        raise InputError(f"--draft {where}: {typed_line(error)}") from (error if in_text else None)
 
 
 def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:

@@ -116,8 +116,8 @@ class LoadedModel:
         copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
         positions = self.capacity(ids)
         # Half of a text that is not known yet may be prompt. It is read in chunks.
-        memory = self.memory(positions, len(ids) or min(positions // 2, PREFILL_CHUNK))
-        return check_fits(memory, self.device, optional_copies=copies)
+        prompt = len(ids) or min(positions // 2, PREFILL_CHUNK)
+        return check_fits(self.memory(positions, prompt), self.device, optional_copies=copies)
 
     def plan_for(self, options: Options) -> DraftPlan | None:
         """Return the plan under which the target drafts for itself; None where --draft has none.
@@ -140,8 +140,9 @@ class LoadedModel:
                     f"the plan has {chosen.plan.num_layers} layers, the model {layers}"
                 )
         elif options.plan is not None or (options.draft in ("skip", "auto") and shipped.exists()):
-            file = shipped if options.plan is None else options.plan
-            chosen = read_plan(Path(file), layers, self.folder)
+            chosen = read_plan(
+                Path(shipped if options.plan is None else options.plan), layers, self.folder
+            )
         else:
             return None
         plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
@@ -150,8 +151,11 @@ class LoadedModel:
     @property
     def low_bit_plan(self) -> DraftPlan:
         """The plan of all layers in four bits."""
-        plan = LayerPlan.full(self.config.num_layers).in_bits(BITS)
-        return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
+        return DraftPlan(
+            LayerPlan.full(self.config.num_layers).in_bits(BITS),
+            GAMMA_LOW_BITS,
+            alpha=PRIOR_LOW_BITS,
+        )
 
     def optional_plans(self, options: Options) -> dict[str, DraftPlan]:
         """Return the plans by name among which --draft auto chooses."""

@@ -332,8 +332,7 @@ class Options:
             object.__setattr__(self, each.name, checked(each, getattr(self, each.name)))
         is_server = self.serve is not None
         if self.max_new_tokens is None:
-            length = WHOLE_CONTEXT if is_server else SHORT_TEXT
-            object.__setattr__(self, "max_new_tokens", length)
+            object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if is_server else SHORT_TEXT)
         self._check_draft()
         if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
@@ -396,8 +395,7 @@ class Options:
     def repeat_with(self) -> str:
         """The options that repeat a sampled text; none of a greedy one."""
         number = f" --num-samples {self.num_samples}" if self.num_samples > 1 else ""
-        sampled = f"--seed {self.seed} --coupling {self.rule.name}{number}"
-        return sampled if self.temperature else ""
+        return f"--seed {self.seed} --coupling {self.rule.name}{number}" if self.temperature else ""
 
     def merged(self, changes: Mapping[str, Any]) -> Options:
         """Return these options with the ``changes`` of a call or a request. These are no options of

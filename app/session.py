@@ -151,8 +151,7 @@ class Session(LoadedModel):
             sample.prompt_seconds += self.clock() - loaded
             sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
             sample.is_plain = policy.gamma == 0
-        began = self.clock()
-        sample.wait += began - called
+        sample.wait += self.clock() - called
         rounds = speculate(
             target,
             slot.cache,
@@ -165,6 +164,7 @@ class Session(LoadedModel):
             observer=observer,
         )
         while text.finish is None:
+            began = self.clock()
             with self.lock:
                 if slot.source is not text:
                     raise InputError(
@@ -178,7 +178,6 @@ class Session(LoadedModel):
             sample.statistics.add(round)
             self.written += len(round.emitted)
             yield round
-            began = self.clock()
 
     def clock(self) -> float:
         """Return seconds, without those that readers took while texts shared steps."""
@@ -225,8 +224,7 @@ class Session(LoadedModel):
         from decoding.together import Together
 
         first, *others = slots
-        prompt = samples[0].source.tokens
-        if all(sample.source.tokens == prompt for sample in samples):
+        if all(sample.source.tokens == samples[0].source.tokens for sample in samples):
             began = self.clock()
             first.read(samples[0], self.model)
             for slot in others:

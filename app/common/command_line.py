@@ -27,11 +27,9 @@ def start() -> None:
     # Of a job in the background the shell has switched Ctrl-C off.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A closed stream is None, which ``run_command`` reports.
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")
-    if sys.stdin:
-        sys.stdin.reconfigure(errors="surrogateescape")  # a prompt with such bytes is refused
+    # A closed stream is None, which ``run_command`` reports. Escaped bytes are refused later.
+    for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "replace")
     try:
         os.getcwd()
     except OSError:  # torch could not load its libraries
@@ -57,7 +55,7 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     2      wrong input, too little memory, failed reading or writing
     130    Ctrl-C, after the line ``interrupted``
 
-    ``work`` includes the parsing of arguments; the parser's SystemExit passes through.
+    ``work`` includes the parsing of arguments, which may end with the parser's SystemExit.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,9 +64,9 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
             raise InputError("standard input, output or error is closed: give /dev/null instead")
         try:
             status = work() or 0
-        except SystemExit:  # after --help
-            sys.stdout.flush()
-            raise
+        except SystemExit as end:
+            # Rich ends the process with status 1 when the output is a closed pipe.
+            status = 0 if end.code == 1 else end.code
         sys.stdout.flush()  # while a failure can still be reported
         return status
     except InputError as error:
@@ -77,10 +75,7 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         return ended(2, f"{''.join(trace)}error: {error}")
     except KeyboardInterrupt:
         return ended(130, interrupted)
-    except (BrokenPipeError, SystemExit) as error:
-        # rich ends the process with status 1 when the output is a closed pipe
-        if isinstance(error, SystemExit) and error.code != 1:
-            raise
+    except BrokenPipeError:
         return ended(0)
     except OSError as error:
         # of a stream or a socket there is no name

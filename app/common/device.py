@@ -30,7 +30,6 @@ def pick_device(name: str | None) -> torch.device:
         )
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    reason = ""
     try:
         device = torch.device(name)
         if device.type in ("cpu", "cuda"):
@@ -40,12 +39,11 @@ def pick_device(name: str | None) -> torch.device:
             return device
     # Torch raises these for an unknown name, a missing GPU, and one that is full or cannot compute.
     except (RuntimeError, AssertionError) as error:
-        reason = one_line(error)
-    if torch.cuda.is_available() and name.startswith("cuda"):
-        raise InputError(
-            f"torch {torch.__version__} cannot compute on {name} ({reason}): give --device cpu, or,"
-            f" if this torch has no code for the GPU, {WHEELS}"
-        )
+        if torch.cuda.is_available() and name.startswith("cuda"):
+            raise InputError(
+                f"torch {torch.__version__} cannot compute on {name} ({one_line(error)}): give"
+                f" --device cpu or, if this torch has no code for the GPU, {WHEELS}"
+            ) from None
     if name.startswith("mps"):
         # Tokens are drawn in float64.
         raise InputError("mps cannot compute in float64: give --device cpu")

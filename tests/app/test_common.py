@@ -150,10 +150,9 @@ def test_a_failure_is_one_line_and_status_2(
     assert Outcome(run_command(work), *capsys.readouterr()).complaint.startswith(f"error: {line}")
 
 
-@pytest.mark.parametrize("mistake", [RuntimeError("shapes differ"), SystemExit(2)], ids=repr)
-def test_a_mistake_of_ours_keeps_its_traceback(mistake: BaseException) -> None:
-    with pytest.raises(type(mistake), match=str(mistake)):
-        run_command(Mock(side_effect=mistake))
+def test_a_mistake_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        run_command(Mock(side_effect=RuntimeError("shapes differ")))
 
 
 @pytest.mark.parametrize(
@@ -161,10 +160,11 @@ def test_a_mistake_of_ours_keeps_its_traceback(mistake: BaseException) -> None:
     [
         (lambda: None, "go on", Outcome(0, "", "")),
         (lambda: 130, "go on", Outcome(130, "", "")),
+        (Mock(side_effect=SystemExit(2)), "go on", Outcome(2, "", "")),
         (Mock(side_effect=KeyboardInterrupt), "", Outcome(130, "", "")),
         (Mock(side_effect=KeyboardInterrupt), "go on", Outcome(130, "", "go on\n")),
     ],
-    ids=["done", "with a status", "Ctrl-C", "Ctrl-C with a line"],
+    ids=["done", "with a status", "the parser's", "Ctrl-C", "Ctrl-C with a line"],
 )
 def test_the_status_is_that_of_the_work_and_130_on_ctrl_c_with_the_line_of_the_command(
     work: Callable[[], int | None],
