@@ -25,14 +25,14 @@ from app.common.parsers import script
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import (
+    CURRICULA,
     dropout_rates,
     evaluate,
     exit_weights,
-    exits_on,
     growth_from_scratch,
     recipe_loss,
 )
-from training.run import OPTIONS, load_run, read_inputs, save_run
+from training.run import OPTIONS, load_run, prepare_run, save_run
 from training.text import Rows
 
 WEIGHT_DECAY = 0.1
@@ -45,11 +45,11 @@ def train(options: argparse.Namespace) -> None:
     """Train a model, evaluate it and save it."""
     say(f"reading {', '.join(map(str, options.data))}")
     keep_freed_memory()
-    model, rows, held_out = read_inputs(options)
+    model, rows, held_out, tokenizer_from = prepare_run(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
     parts = (model, *optimisers)
-    state = load_run(options, parts)
+    state = load_run(options, parts, rows)
     began = monotonic()
     next_save = FIRST_SAVE
     next_note = 0.0
@@ -77,7 +77,7 @@ def train(options: argparse.Namespace) -> None:
         seconds = monotonic() - began
         if is_judged or seconds > next_save:
             next_save = 2 * seconds
-            save_run(options, parts, state)
+            save_run(options.out, parts, state, tokenizer_from)
         if is_judged or seconds > next_note:
             next_note = seconds + BETWEEN_NOTES
             say(f"step {done} of {options.steps}: loss {loss:.3f}")
@@ -117,7 +117,7 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
     """Return the mean loss of a step's micro-batches, and leave its gradient in the parameters."""
     growth = 1.0 if options.start_from else growth_from_scratch(step, options.steps)
     rates = torch.tensor(dropout_rates(model.num_layers, options.layer_dropout, growth))[:, None]
-    on = exits_on(options.curriculum, model.num_layers, step, options.steps, options.rotation)
+    on = CURRICULA[options.curriculum](model.num_layers, step, options.steps, options.rotation)
     weights = exit_weights(on, options.exit_scale, options.exit_power)
     mean = torch.zeros((), device=model.device)
     for micro in range(options.accumulate):

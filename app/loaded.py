@@ -25,7 +25,14 @@ from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.plan import LayerPlan
 from weights.importance import set_importance
-from weights.load import load_model, model_folder, pick_dtype, read_config, shown_name
+from weights.load import (
+    config_of_weights,
+    load_model,
+    model_folder,
+    pick_dtype,
+    read_config,
+    shown_name,
+)
 from weights.memory import Memory, check_fits, estimate, has_memory_for, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
@@ -50,9 +57,9 @@ class LoadedModel:
         self.folder = model_folder(options.model, options.revision)
         self.name = shown_name(self.folder)
         self.device = pick_device(options.device)
-        self.config = read_config(self.folder)
-        self.local_config = self.config  # of the weights in this process
         self.dtype = pick_dtype(options.dtype, self.folder, self.device)
+        self.config = config_of_weights(self.folder, self.dtype)
+        self.local_config = self.config  # of the weights in this process
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
         self.draft_models: dict[Path, Decoder] = {}  # by folder

@@ -109,11 +109,10 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
             " they were given, the tokenizer does not belong to this model"
         )
     if len(ids) >= context:
-        used = context < config.max_positions
         raise InputError(
-            f"the prompt has {len(ids)} tokens, the model's context {config.max_positions}"
-            f" tokens{f', {context} are used' * used}: shorten the prompt"
-            f"{' or raise --context' * used}, in a conversation forget the oldest turns"
+            f"the prompt has {len(ids)} tokens, the context {context} (the model's"
+            f" {config.max_positions}): shorten the prompt, in a conversation forget the oldest"
+            " turns"
         )
 
 

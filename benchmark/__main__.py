@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,7 +21,17 @@ from rich.console import Console
 
 from app.common.device import machine, pick_device
 from app.common.files import check_place, read_json, write_json
-from app.common.parsers import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, script, within
+from app.common.parsers import (
+    DEVICE,
+    DTYPE,
+    FLAG,
+    MODEL,
+    TEMPERATURE,
+    Groups,
+    picture_file,
+    script,
+    within,
+)
 from app.common.picture import write_picture
 from app.common.table import Row, table
 from app.options import Options
@@ -30,12 +41,14 @@ from benchmark.off_grid import off_grid_folder
 from benchmark.picture import picture
 from decoding.verify import RULES
 from model.errors import InputError, explaining
-from search.texts import PROMPTS
+from search.texts import PROMPTS, after_documents
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder
 
 STORIES = 24  # prompts of the kind "stories"
 OF_TEXTS = ("coupling", "device", "dtype", "max_new_tokens", "temperature")  # options of all texts
+# options that shapes have no use for
+OF_A_MODEL = ("against", "context", "draft_model", "exit_layer", "off_grid", "only", "temperature")
 AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
 
 OPTIONS: Groups = {
@@ -112,7 +125,11 @@ OPTIONS: Groups = {
         "--device": DEVICE,
         "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
         "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
-        "--plot": {"type": Path, "metavar": "FILE", "help": "also draw them, as .svg or .png"},
+        "--plot": {
+            "type": picture_file,
+            "metavar": "FILE",
+            "help": "also draw them, as .svg or .png",
+        },
     },
 }
 
@@ -124,26 +141,30 @@ def benchmark(options: argparse.Namespace) -> None:
     """
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    if options.plot and options.plot.suffix not in (".svg", ".png"):
-        raise InputError("--plot needs a name that ends in .svg or .png")
-    if options.against and (options.temperature or options.shape or options.rounds):
-        raise InputError(
-            "--against measures greedy texts: leave out --temperature, --shape and --rounds"
-        )
+    if options.against and options.temperature:
+        raise InputError("--against measures greedy texts: leave out --temperature")
+    named = [*options.shape, *options.rounds]
+    unused = [name.replace("_", "-") for name in OF_A_MODEL if getattr(options, name)]
+    if named and unused:
+        raise InputError(f"--shape and --rounds measure random weights: leave out --{unused[0]}")
+    for shape in named:
+        shapes.config_of(shape)  # which refuses an unknown name
     device = pick_device(options.device)
     about = machine(device)
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     report: dict[str, list[Row]] = {}
-    for section, title, rows in measured(options, device):
-        report[section] = report.get(section, []) + rows
-        out.print("", f"{title} ({about})", table(rows), sep="\n", markup=False)
-    if options.json:
-        given = {name: str(value) for name, value in vars(options).items()}
-        write_json(options.json, {"about": {"machine": about, "options": given}} | report)
-    if options.plot:
-        known = sections.SECTIONS | shapes.SECTIONS
-        panels = {known[name][1]: rows for name, rows in report.items()}
-        write_picture(lambda: picture(panels), options.plot)
+    try:
+        for section, title, rows in measured(options, device):
+            report[section] = report.get(section, []) + rows
+            out.print("", f"{title} ({about})", table(rows), sep="\n", markup=False)
+    finally:  # also after Ctrl-C
+        if options.json and report:
+            given = {name: str(value) for name, value in vars(options).items()}
+            write_json(options.json, {"about": {"machine": about, "options": given}} | report)
+        if options.plot and report:
+            known = sections.SECTIONS | shapes.SECTIONS
+            panels = {known[name][1]: rows for name, rows in report.items()}
+            write_picture(lambda: picture(panels), options.plot)
 
 
 def measured(
@@ -158,7 +179,7 @@ def measured(
     if options.shape or options.rounds:
         return
     bench = prepare(options)
-    wanted = [*options.only, *["context"] * bool(options.context)] or sections.DEFAULT
+    wanted = [*options.only, *(["context"] if options.context else [])] or sections.DEFAULT
     for name, (measure, _) in sections.SECTIONS.items():
         if name in wanted:
             yield name, f"{bench.session.name}: {measure.__doc__.splitlines()[0]}", measure(bench)
@@ -166,7 +187,7 @@ def measured(
 
 def prepare(options: argparse.Namespace) -> sections.Bench:
     """Return a session with prompts, drafts and libraries. Raises InputError for a library that is
-    missing, or cannot load the model.
+    missing, or cannot load the model, and for a prompt that is too long.
     """
     folder = model_folder(options.model)
     if options.off_grid:
@@ -183,6 +204,18 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         for kind in options.prompts
         for number, text in enumerate(prompts[kind][: 1 if options.quick else None])
     ]
+    turns = 1 if options.quick else sections.TURNS
+    contexts = {
+        length: [
+            ways.Case(session.encode(prompt), options.max_new_tokens, turn, reads_prompt=False)
+            for turn, prompt in enumerate(
+                after_documents(session, PROMPTS["story"][:turns], length)
+            )
+        ]
+        for length in options.context
+    }
+    for case in chain(cases, *contexts.values()):
+        ways.begin(session, session.options, case)  # refuses a prompt that is too long
     drafting = (options.exit_layer, options.draft_model)
     libraries: dict[str, ways.Way] = {}
     for library in options.against:
@@ -192,8 +225,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         with explaining(f"--against {library} cannot be loaded", (Exception,)):  # it may raise any
             libraries |= ways.LIBRARIES[name](session, file, *drafting)
     drafts = ways.find_drafts(session, *drafting)
-    turns = 1 if options.quick else sections.TURNS
-    return sections.Bench(session, cases, drafts, libraries, turns, options.context)
+    return sections.Bench(session, cases, drafts, libraries, turns, contexts)
 
 
 main = script(benchmark, OPTIONS, "python -m benchmark", __doc__)

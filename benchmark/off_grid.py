@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from app.common.command_line import say
+from app.common.files import read_text, write_text
 from app.loaded import accelerated
 from app.options import Options
 from app.session import Session
@@ -20,16 +21,21 @@ from model.decoder import Decoder
 from model.quantise import GROUP, quantise
 from weights.checkpoint import save_model
 from weights.importance import PROMPTS, input_squares, linear_layers
-from weights.load import load_model
+from weights.load import load_model, model_fingerprint
 
 TOKENS = 48  # of each text
 TEXTS = 8  # sets of texts that the inputs are measured on
 
 
 def off_grid_folder(folder: Path) -> Path:
-    """Return the folder of the copy, beside the checkpoint's; made if it is missing."""
+    """Return the folder of the copy, beside the checkpoint's; made if it is missing, or says that
+    it was made from other weights.
+    """
     copy = folder.with_name(f"{folder.name}-off-grid")
-    if (copy / "model.safetensors").exists():
+    made_from = copy / "made_from.txt"
+    if (copy / "model.safetensors").exists() and (
+        not made_from.exists() or read_text(made_from) == model_fingerprint(folder)
+    ):
         return copy
     say(
         f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some"
@@ -46,6 +52,7 @@ def off_grid_folder(folder: Path) -> Path:
     ]
     add_noise(model, texts, seed=0)
     save_model(model, copy, tokenizer_from=folder)
+    write_text(made_from, model_fingerprint(folder))
     return copy
 
 

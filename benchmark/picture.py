@@ -1,33 +1,40 @@
 """Picture of a report: dots for speed-ups and costs, lines for times. Knows nothing of models."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from app.common.picture import MUTED
 from app.common.table import Row
 
-# Title, the columns of both axes, and that of the names of lines; without lines a row is a dot,
-# whose name is on the y axis
-Panel = tuple[str, str, str, str | None]
+
+class Panel(NamedTuple):
+    """Title of a panel, the columns of both axes, and that of the names of lines. Without lines a
+    row is a dot, whose name is on the y axis.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: str | None = None
 
 
 def picture(report: Mapping[Panel, list[Row]]) -> Figure:
     """Return a picture with each panel of some rows, one below the other."""
     figure = Figure(figsize=(9, 4.5 * len(report)))
     panels = figure.subplots(len(report), squeeze=False)[:, 0]
-    for ((title, x, y, name), rows), axes in zip(report.items(), panels, strict=True):
-        rows = [row for row in rows if {x, y} <= row.keys()]
-        if name is None:
-            for kind in (*rows[0].get("kinds", ()), x):
-                axes.plot(column(rows, kind), column(rows, y), "o", label=kind)
+    for (panel, rows), axes in zip(report.items(), panels, strict=True):
+        rows = [row for row in rows if {panel.x, panel.y} <= row.keys()]
+        if panel.lines is None:
+            for kind in (*rows[0].get("kinds", ()), panel.x):
+                axes.plot(column(rows, kind), column(rows, panel.y), "o", label=kind)
             axes.axvline(1, color=MUTED, linestyle="--")
             axes.invert_yaxis()
-        for each in dict.fromkeys(row.get(name) for row in rows if name):
-            own = [row for row in rows if row[name] == each]
-            axes.plot(column(own, x), column(own, y), "o-", label=each)
-        axes.set(title=title, xlabel=x, ylabel=y)
+        for each in dict.fromkeys(row.get(panel.lines) for row in rows if panel.lines):
+            own = [row for row in rows if row[panel.lines] == each]
+            axes.plot(column(own, panel.x), column(own, panel.y), "o-", label=each)
+        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 

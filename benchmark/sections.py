@@ -28,7 +28,6 @@ from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
 from decoding.rounds import Statistics
-from search.texts import PROMPTS, after_documents
 from training.corpus.stories import repetition
 
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of texts whose first token is timed
@@ -39,6 +38,7 @@ STRUCTURED_TOKENS = 256  # of the longest text under a schema
 FORCED = {"draft": f"{Path(__file__).with_name('forced.py')}:Forced", "gamma": 15}
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
 STEP_COSTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)  # simulated, in plain rounds
+LEAST_SECONDS = 1e-6  # of a text: a difference of two times may be none, or negative
 TURNS = 3  # of all but the texts of "speed", of which there are many
 
 
@@ -47,8 +47,8 @@ class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
     options of each draft, and the ways of other libraries.
 
-    ``turns`` is the number of turns of the other sections. ``contexts`` are the tokens of long
-    prompts.
+    ``turns`` is the number of turns of the other sections, 1 in a quick run. ``contexts`` has the
+    cases of long prompts by the number of the documents' tokens.
     """
 
     session: Session
@@ -56,7 +56,7 @@ class Bench:
     drafts: dict[str, Options]
     libraries: dict[str, Way]
     turns: int
-    contexts: Sequence[int]
+    contexts: Mapping[int, Sequence[Case]]
 
     def measure(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
@@ -83,7 +83,12 @@ def compare(
     """
     runs = take_turns(ways, inputs, device)
     written = {name: [each for each, _ in own] for name, own in runs.items()}
-    seconds = {name: [each.seconds or took for each, took in own] for name, own in runs.items()}
+    seconds = {
+        name: [
+            max(took if each.seconds is None else each.seconds, LEAST_SECONDS) for each, took in own
+        ]
+        for name, own in runs.items()
+    }
     share = repetition([text for each in written["plain"] for text in each.texts])
     columns = [*dict.fromkeys(filter(None, kinds))]
     rows = []
@@ -94,24 +99,26 @@ def compare(
         lengths = [sum(map(len, each.texts)) for each in own]
         equal = [one.texts == two.texts for one, two in zip(own, written["plain"], strict=True)]
         speedups = [*map(truediv, seconds["plain"], seconds[name])]
-        row = {
-            "decoder": name,
-            "tokens/s": spread(map(truediv, lengths, seconds[name])),
-            "speed-up": spread(speedups),
-            "repeated": share,
-            "accepted": statistics.acceptance_rate,
-            "a round": statistics.tokens_per_round or None,
-            "equal": f"{sum(equal)}/{len(equal)}",
-            "kinds": columns,
-            "tokens": lengths,
-            "rounds": [len(each.rounds) for each in own],
-            "seconds": seconds[name],
-        }
         of_kinds = {
             column: median(compress(speedups, [kind == column for kind in kinds]))
             for column in columns
         }
-        rows.append(row | of_kinds)
+        rows.append(
+            {
+                "decoder": name,
+                "tokens/s": spread(map(truediv, lengths, seconds[name])),
+                "speed-up": spread(speedups),
+                "repeated": share,
+                "accepted": statistics.acceptance_rate,
+                "a round": statistics.tokens_per_round or None,
+                "equal": f"{sum(equal)}/{len(equal)}",
+                "kinds": columns,
+                "tokens": lengths,
+                "rounds": [len(each.rounds) for each in own],
+                "seconds": seconds[name],
+                **of_kinds,
+            }
+        )
     return rows
 
 
@@ -155,6 +162,7 @@ def first_token_section(bench: Bench) -> list[Row]:
 
     Of other libraries plain decoding is timed alone.
     """
+    # a quick run has one turn
     longest = min(bench.session.context, LENGTHS[-1] if bench.turns > 1 else LONGEST_IF_QUICK)
     others = {name: way for name, way in bench.libraries.items() if name in LIBRARIES}
     return [
@@ -175,22 +183,17 @@ def context_section(bench: Bench) -> list[Row]:
 
     A prompt is a part of this project's documents, followed by a request to write something else.
     """
-    session = bench.session
     drafts = {
         name: bench.drafts[name] for name in ("lookup", "low bits", "auto") if name in bench.drafts
     }
     if "low bits" in drafts:
-        short_sighted = session.options.merged({"draft": "lowbit", "window": WINDOW})
-        drafts[f"low bits, newest {WINDOW}"] = short_sighted
-    rows = []
-    for length in bench.contexts:
-        prompts = after_documents(session, PROMPTS["story"][: bench.turns], length)
-        cases = [
-            Case(session.encode(prompt), bench.cases[0].count, turn, reads_prompt=False)
-            for turn, prompt in enumerate(prompts)
-        ]
-        rows += [{"context": length} | row for row in bench.measure(drafts, {}, cases)]
-    return rows
+        short_sighted = {"draft": "lowbit", "window": WINDOW}
+        drafts[f"low bits, newest {WINDOW}"] = bench.session.options.merged(short_sighted)
+    return [
+        {"context": length} | row
+        for length, cases in bench.contexts.items()
+        for row in bench.measure(drafts, {}, cases)
+    ]
 
 
 def together_section(bench: Bench) -> list[Row]:
@@ -236,7 +239,7 @@ def adaptive_section(bench: Bench) -> list[Row]:
     The first early exit writes greedy texts in each way. Their rounds and drafted tokens have the
     cost of a draft step that is simulated; a verification is taken to cost a plain round.
     """
-    first, *_ = (options for options in bench.drafts.values() if options.draft == "exit")
+    first = next(options for options in bench.drafts.values() if options.draft == "exit")
     ways = {"adaptive exit": {"adaptive": True, "gamma": LONGEST_DRAFT}}
     ways |= {f"length {length}": {"gamma": length} for length in range(1, LONGEST_DRAFT + 1)}
     rows = []
@@ -259,23 +262,25 @@ def adaptive_section(bench: Bench) -> list[Row]:
 DEFAULT = ("costs", "speed", "first-token")
 # In the order in which they are measured, with their panels of the picture
 SECTIONS: dict[str, tuple[Callable[[Bench], list[Row]], Panel]] = {
-    "costs": (costs_section, ("Costs of steps", "plain rounds", "step", None)),
-    "speed": (speed_section, ("Speed-up over plain decoding", "speed-up", "decoder", None)),
+    "costs": (costs_section, Panel("Costs of steps", "plain rounds", "step")),
+    "speed": (speed_section, Panel("Speed-up over plain decoding", "speed-up", "decoder")),
     "first-token": (
         first_token_section,
-        ("Time to the first token", "tokens", "ms", "decoder"),
+        Panel("Time to the first token", "tokens", "ms", "decoder"),
     ),
     "structured": (
         structured_section,
-        ("Speed-up under JSON schemas", "speed-up", "decoder", None),
+        Panel("Speed-up under JSON schemas", "speed-up", "decoder"),
     ),
     "context": (
         context_section,
-        ("Speed-up after long prompts", "context", "speed-up", "decoder"),
+        Panel("Speed-up after long prompts", "context", "speed-up", "decoder"),
     ),
-    "together": (together_section, ("Texts written together", "texts", "tokens/s", "decoder")),
+    "together": (together_section, Panel("Texts written together", "texts", "tokens/s", "decoder")),
     "adaptive": (
         adaptive_section,
-        ("Simulated speed-up by the cost of a draft step", "draft step", "speed-up", "decoder"),
+        Panel(
+            "Simulated speed-up by the cost of a draft step", "draft step", "speed-up", "decoder"
+        ),
     ),
 }

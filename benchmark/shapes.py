@@ -21,6 +21,7 @@ from app.common.table import Row
 from app.loaded import accelerated
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT, runnable
+from benchmark.picture import Panel
 from benchmark.timing import spread, take_turns, timed
 from decoding.drafters import ModelDrafter, NoDraft
 from decoding.policies import FixedLength
@@ -42,7 +43,7 @@ NAMED = Path(__file__).with_name("shapes.json")
 ROWS = (1, 2, 4, 8, 16)  # tokens of a verification
 DRAFTED = 4  # draft steps, one after another
 TURNS = 15
-PROMPTS = (256, 2048)  # tokens
+PROMPT_LENGTHS = (256, 2048)  # tokens
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)  # rates for which speed-ups are given
 ROUNDS_ACCEPT = (0.7, 0.8, 0.9)  # rates at which whole rounds are measured
 TOKENS = 96  # of a text of such rounds
@@ -127,19 +128,20 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
 
     Raises InputError where its weights do not fit into memory.
     """
-    model = shape_model(shape, dtype, device, max(PROMPTS))
+    model = shape_model(shape, dtype, device, max(PROMPT_LENGTHS))
     size = {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6}
-    cache = model.new_cache(max(PROMPTS))
+    cache = model.new_cache(max(PROMPT_LENGTHS))
     plans = plans_of(model)
     if "low bits" in plans:
         plans["exit in low bits"] = runnable(model, plans["exit"].in_bits(4))
     drafters = {name: ModelDrafter(model, cache, plan) for name, plan in plans.items()}
     rows = measure_steps(model, cache, drafters)
-    verify = [row["plain rounds"] for row in rows[: len(ROWS)]]
+    verify = [row["plain rounds"] for row in rows if row["step"] == "verification"]
     costs = CostModel({}, np.interp(range(1, LONGEST_DRAFT + 2), ROWS, verify).tolist())
-    for row in rows[len(ROWS) :]:
-        row |= {f"at {a}": costs.best(a, row["plain rounds"])[0] for a in ACCEPTANCES}
-    for count in PROMPTS:
+    for row in rows:
+        if row["step"] != "verification":
+            row |= {f"at {a}": costs.best(a, row["plain rounds"])[0] for a in ACCEPTANCES}
+    for count in PROMPT_LENGTHS:
         ids = torch.zeros(1, count, dtype=torch.int64, device=device)
         _, seconds = timed(device, model.prefill, ids, cache)
         rows.append({"step": "prompt", "tokens": count, "ms": 1e3 * seconds})
@@ -195,8 +197,8 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
     for name, plan in plans_of(model).items():
         for rate in ROUNDS_ACCEPT:
             seconds = seconds_per_token(model, plan, rate)
-            row = {"decoder": name, "accepted": rate, "tokens/s": 1 / seconds}
-            rows.append(row | {"speed-up": plain / seconds})
+            speed = {"tokens/s": 1 / seconds, "speed-up": plain / seconds}
+            rows.append({"decoder": name, "accepted": rate, **speed})
     if model.trouble:
         rows.append({"decoder": model.trouble})
     return rows
@@ -206,10 +208,10 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
 SECTIONS = {
     "shapes": (
         measure_shape,
-        ("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
+        Panel("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
     ),
     "rounds": (
         measure_rounds,
-        ("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
+        Panel("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
     ),
 }

@@ -60,9 +60,7 @@ def find_drafts(
     """
     layers = session.config.num_layers
     exits = exit_layers or (max(1, layers // 2), max(1, layers * 4 // 5))
-    by_model = {
-        f"exit {layer}": {"draft": "exit", "exit_layer": layer, "gamma": GAMMA} for layer in exits
-    }
+    by_model = {f"exit {layer}": {"draft": "exit", "exit_layer": layer} for layer in exits}
     if session.model.abilities.low_bits:
         by_model["low bits"] = {"draft": "lowbit"}
     plan = session.plan_for(Options(draft="auto"))  # read once, not for each text

@@ -11,14 +11,13 @@ if __name__ == "__main__":  # before anything that takes long to import
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from app.characters import Labels
-from app.common.parsers import MODEL, Groups, script
+from app.common.parsers import MODEL, Groups, picture_file, script
 from app.common.picture import RULE, write_picture
 from model.decoder import Decoder
 from model.errors import InputError
@@ -34,10 +33,11 @@ OPTIONS: Groups = {
         "text": {"metavar": "TEXT", "help": "the text that the model reads"},
         "--model": {**MODEL, "default": "small-llama"},
         "--svg": {
-            "type": Path,
+            "type": picture_file,
             "required": True,
             "metavar": "FILE",
-            "help": "the picture to write: its last tokens, and the guess after each of them",
+            "help": "the picture to write, as .svg or .png: the last tokens, and the guess after"
+            " each of them",
         },
     },
 }

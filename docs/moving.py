@@ -6,7 +6,7 @@ text is written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from app.common.start import start
+    from app.common.command_line import start
 
     start()
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from app.characters import Labels, visible
 from app.common.files import write_text
@@ -24,8 +25,11 @@ from app.session import load
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "What is photosynthesis?"
-COLUMNS = 84  # of a line, each of 8.4 pixels
+COLUMNS = 84  # of a line
+CHARACTER = 8.4  # pixels, as the next three
 LINE = 22
+MARGIN = 24
+WIDTH = 800
 PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
 STYLE = """
@@ -41,9 +45,18 @@ g text { animation-timing-function: step-end; animation-iteration-count: infinit
 @media (prefers-reduced-motion: reduce) { g text { animation: none !important } }
 """
 
-# Text of a token and its kind, line and column, the seconds of decoding at which it appears, and
-# those at which it disappears, if it does
-Piece = tuple[str, str, int, int, float, float | None]
+
+class Piece(NamedTuple):
+    """Text of a token and its kind, line and column, the seconds of decoding at which it appears,
+    and those at which it disappears, if it does.
+    """
+
+    text: str
+    kind: str
+    line: int
+    column: int
+    appears: float
+    disappears: float | None = None
 
 
 def pieces(sample: Sample, labels: Labels, step: float) -> Iterator[Piece]:
@@ -61,9 +74,9 @@ def pieces(sample: Sample, labels: Labels, step: float) -> Iterator[Piece]:
             after = (line + 1, 0) if "↵" in text else (line, column + len(text))
             if verdict != "own":
                 appears = began + drafting * number / len(round.drafted)
-                yield text, "drafted", line, column, appears, ended
+                yield Piece(text, "drafted", line, column, appears, ended)
             if verdict in ("accepted", "own"):
-                yield text, verdict, line, column, ended, None
+                yield Piece(text, verdict, line, column, ended)
                 kept = after
 
 
@@ -72,16 +85,18 @@ def element(name: str, piece: Piece, top: float, period: float) -> str:
 
     The period begins with the finished text, which is then taken away.
     """
-    text, kind, line, column, begin, end = piece
-    stays = int(end is None)
-    moments = [PAUSE + SLOWER * each for each in (begin, end) if each is not None]
+    stays = int(piece.disappears is None)
+    moments = [
+        PAUSE + SLOWER * each for each in (piece.appears, piece.disappears) if each is not None
+    ]
     frames = zip([0, PAUSE, *moments], (stays, 0, 1, 0), strict=False)
     shown = "".join(f"{100 * at / period:.2f}%{{opacity:{alpha}}}" for at, alpha in frames)
     return (
         f"<style>@keyframes {name}{{{shown}}}</style>"
-        f'<text class="{kind}" x="{24 + 8.4 * column:.0f}" y="{top + LINE * (1 + line)}"'
+        f'<text class="{piece.kind}" x="{MARGIN + CHARACTER * piece.column:.0f}"'
+        f' y="{top + LINE * (1 + piece.line)}"'
         f' opacity="{stays}" style="animation-name:{name};animation-duration:{period:.2f}s"'
-        f' xml:space="preserve">{escape(text)}</text>'
+        f' xml:space="preserve">{escape(piece.text)}</text>'
     )
 
 
@@ -95,17 +110,17 @@ def picture(samples: list[Sample], labels: Labels) -> str:
         lane = [*pieces(sample, labels, samples[0].seconds / len(samples[0].rounds))]
         drawn = (element(f"{name}-{at}", each, top, period) for at, each in enumerate(lane))
         lanes += (
-            f'<text class="muted" x="24" y="{top}">{escape(said)}</text>'
+            f'<text class="muted" x="{MARGIN}" y="{top}">{escape(said)}</text>'
             f'<g class="{name}">{"".join(drawn)}</g>'
         )
-        top += LINE * (2 + max(line for _, _, line, *_ in lane)) + 14
+        top += LINE * (2 + max(piece.line for piece in lane)) + 14
     title = escape(
         f"{MODEL}: {PROMPT} {samples[1].speed / samples[0].speed:.2f} times plain decoding"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="800" height="{top}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{top}">'
         f'<title>{title}</title><style>{STYLE}</style><rect width="100%" height="100%" rx="8"/>'
-        f'<text x="24" y="30">{title}</text>{lanes}</svg>\n'
+        f'<text x="{MARGIN}" y="30">{title}</text>{lanes}</svg>\n'
     )
 
 

@@ -1,8 +1,8 @@
 """Speculative sampling, complete, on the letters a, b and c, with a proof that it is exact.
 
-Names follow decoding/speculate.py and decoding/verify.py (`verify` is `verify_by_ratio`). The
-`Enumerator` is a simpler one than that of decoding/proof/enumeration.py. There is no cache, and so
-no rollback.
+Names follow decoding/speculate.py and decoding/verify.py (``verify`` is ``verify_by_ratio``). The
+``Enumerator`` is a simpler one than that of decoding/proof/enumeration.py. There is no cache, and
+so no rollback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[i
 
 
 def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> tuple[Tensor, int]:
-    """Return the number of accepted letters, and the letter after them."""
+    """Return the number of accepted letters, an int64 tensor ``[]``, and the letter after them."""
     rows = range(len(drafted))
     # up to the first rejection
     accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()

@@ -35,15 +35,17 @@ from app.common.picture import write_picture
 from app.options import Options
 from app.plan_file import LONG, read_plan
 from app.session import Session
+from model.errors import InputError
 from model.plan import LOW_BITS, LayerPlan
 from search.acceptance import Calibration
 from search.confirm import confirm, result_table, write_result
 from search.costs import CostModel, kept_costs, measure_costs
-from search.plots import KINDS, best_values, draw_search
+from search.plots import best_values, draw_search
 from search.study import (
-    HEAD,
+    HEAD_KEY,
     SAMPLERS,
-    WINDOW,
+    SUBLAYERS,
+    WINDOW_KEY,
     WINDOWS,
     Predict,
     Prediction,
@@ -60,9 +62,9 @@ from search.study import (
     sublayers,
 )
 from search.texts import Continuation, after_documents, plain_texts, read_prompts, split_texts
-from weights.load import DTYPES, model_fingerprint
+from weights.load import model_fingerprint
 
-VERSION = 11  # of the study
+VERSION = 12  # of the study
 CONFIRMED = 5  # best plans that decode; beside them the best early exit
 BLOCKS = "▁▂▃▄▅▆▇█"  # from 0 to 1
 
@@ -112,7 +114,7 @@ OPTIONS: Groups = {
             " (default: all)",
         },
         "--device": DEVICE,
-        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
+        "--dtype": DTYPE,
     },
     "calibration text": {
         "--calibration": {
@@ -156,10 +158,12 @@ def run(options: argparse.Namespace) -> int:
     study_name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     out = options.out or place_of_plan(session.folder, study_name)
     check_place(out)
+    journal = (options.out or session.folder / "plan").with_suffix(".journal")
+    if out == journal:
+        raise InputError(f"--out {out}: the trials are kept there: name a .json")
     session.check_memory()
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    journal = (options.out or session.folder / "plan").with_suffix(".journal")
     study = open_study(journal, study_name, options.sampler, options.seed)
     # 2. The target writes the texts, on which plans are predicted with costs measured once.
     searched, held_out = split_texts(plain_texts(session, prompts))
@@ -239,8 +243,10 @@ def prepare(
 ) -> None:
     """Store costs, importances of sublayers and the first plans in a new study."""
     prompts = [text.prompt for text in texts]
+    # The head may have every number of bits but 0.
     costs = kept_costs(
-        study.study_name, lambda: measure_costs(session, prompts, space[HEAD], space[WINDOW])
+        study.study_name,
+        lambda: measure_costs(session, prompts, space[HEAD_KEY], space[WINDOW_KEY]),
     )
     full = LayerPlan.full(session.model.num_layers)
     importance = {
@@ -257,7 +263,7 @@ def prepare(
 
 def announce(importance: Mapping[str, float], first: int, trials: int) -> None:
     """Print the importance of each sublayer, and whether the sampler is asked for any plan."""
-    for kind, title in KINDS.items():
+    for kind, title in SUBLAYERS.items():
         shares = [share for name, share in importance.items() if name.startswith(kind)]
         blocks = "".join(BLOCKS[round(share * (len(BLOCKS) - 1))] for share in shares)
         say(f"importance by layer, {title:9} {blocks}")

@@ -60,7 +60,8 @@ def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
     max(p_y, p_x · q_y / q_x) for the text's token x, and 0 where q_x = 0.
     """
     drafted = q.gather(1, tokens)
-    slower = torch.maximum(p, p.gather(1, tokens) * (q / drafted))
+    # Not q / drafted first, which is infinite where q_x is subnormal.
+    slower = torch.maximum(p, p.gather(1, tokens) * q / drafted)
     return torch.where(drafted > 0, 1 / slower.sum(-1, keepdim=True).clamp(min=1), 0.0)
 
 

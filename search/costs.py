@@ -28,7 +28,7 @@ from model.plan import LayerPlan
 
 TURNS = 8
 ROUNDS = 5  # of a measured text, the first of which is not timed
-GAMMA = 4  # tokens of the drafts by which a draft step is measured
+TIMED_DRAFT = 4  # tokens of the drafts by which a draft step is measured
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def measure_costs(
     plans = probes(model.num_layers, bits, windows)
     for plan in plans:
         session.prepare(plan)
-        drafters[plan] = ModelDrafter(model, slot.cache, plan), GAMMA
+        drafters[plan] = ModelDrafter(model, slot.cache, plan), TIMED_DRAFT
     turns = []
     for turn in range(TURNS):
         prompt = list(prompts[turn % len(prompts)])[:room]
@@ -146,7 +146,7 @@ def measure_costs(
     cost = {name: median(turn[name] / turn[0] for turn in turns) for name in drafters}
     parts: dict[str, float] = {}
     for plan in plans:
-        step = max(0.0, cost[plan] - cost[GAMMA]) / GAMMA
+        step = max(0.0, cost[plan] - cost[TIMED_DRAFT]) / TIMED_DRAFT
         (head, _), *others = parts_of(plan).items()
         parts.setdefault(head, step)  # of the head alone, whose plan comes first
         for part, count in others:
@@ -159,7 +159,10 @@ def kept_costs(study: str, measure: Callable[[], CostModel]) -> CostModel:
     costs a seed proposes the same plans.
     """
     path = cache_folder() / "costs" / f"{study}.json"
-    say(f"costs of sublayers, measured once: {path}; remove it to measure them again")
+    say(
+        f"costs of sublayers, measured once: {path}; remove it and the search's journal"
+        " to measure them again"
+    )
     if not path.exists():
         write_json(path, asdict(measure()))
     return CostModel(**read_json(path))

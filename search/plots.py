@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 from app.common.picture import INK, MUTED, RED, SCALE, write_picture
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search.costs import CostModel
-from search.study import Predict, Prediction, early_exits, thinned_plans
+from search.study import SUBLAYERS, Predict, Prediction, early_exits, thinned_plans
 
-KINDS = {"attn": "attention", "mlp": "MLP"}
 LEVELS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3)  # speed-ups of the lines
 
 
@@ -91,7 +90,7 @@ def importances(
     figure = Figure(figsize=(7.5, 7))
     *rows, below = figure.subplots(3, height_ratios=(1, 1, 2))
     layers = range(len(importance) // 2)
-    for axes, (kind, title) in zip(rows, KINDS.items(), strict=True):
+    for axes, (kind, title) in zip(rows, SUBLAYERS.items(), strict=True):
         axes.bar(layers, [importance[f"{kind} {layer}"] for layer in layers], color=SCALE(0.7))
         axes.set(ylim=(0, 1.02), xticks=layers[::2], ylabel="rejected without", title=title)
     rows[-1].set_xlabel("layer, counted from 0 as in plan files")

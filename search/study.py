@@ -23,6 +23,9 @@ from app.common.command_line import say
 from model.errors import explaining
 from model.plan import FULL, LayerPlan
 
+optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
+warnings.filterwarnings("ignore", category=FutureWarning)
+
 SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
     # One density per sublayer, since a search has too few trials for joint (multivariate)
     # densities. Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a
@@ -43,8 +46,9 @@ WAYS = {
     "TPE without the first plans": ("tpe", False),
 }
 THINNED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # shares of the sublayers that the first plans skip
-HEAD = "head"
-WINDOW = "window"
+SUBLAYERS = {"attn": "attention", "mlp": "MLP"}  # the first word of a name: in words
+HEAD_KEY = "head"
+WINDOW_KEY = "window"
 WINDOWS = (512, 1024)  # keys that a plan may see of a long text
 
 Space = Mapping[str, Sequence[int | None]]  # the values that each parameter may have
@@ -69,15 +73,15 @@ def sublayers(plan: LayerPlan) -> dict[str, int]:
 
 def parameters(plan: LayerPlan) -> dict[str, int | None]:
     """Return Optuna's parameters of a plan."""
-    return {**sublayers(plan), HEAD: plan.head, WINDOW: plan.window}
+    return {**sublayers(plan), HEAD_KEY: plan.head, WINDOW_KEY: plan.window}
 
 
 def plan_of(params: Mapping[str, int | None]) -> LayerPlan:
     """Return the plan of Optuna's parameters: the inverse of ``parameters``."""
-    layers = range(len(params) // 2 - 1)
+    layers = range(sum(name.startswith("attn ") for name in params))
     attention = tuple(params[f"attn {layer}"] for layer in layers)
     mlp = tuple(params[f"mlp {layer}"] for layer in layers)
-    return LayerPlan(attention, mlp, params[HEAD], params[WINDOW])
+    return LayerPlan(attention, mlp, params[HEAD_KEY], params[WINDOW_KEY])
 
 
 def space_of(num_layers: int, bits: Collection[int], windows: Collection[int] = ()) -> Space:
@@ -86,7 +90,7 @@ def space_of(num_layers: int, bits: Collection[int], windows: Collection[int] = 
     """
     choices = [FULL, *sorted(set(bits), reverse=True)]
     full = dict.fromkeys(sublayers(LayerPlan.full(num_layers)), choices)
-    return {**full, HEAD: [each for each in choices if each], WINDOW: [None, *windows]}
+    return {**full, HEAD_KEY: [each for each in choices if each], WINDOW_KEY: [None, *windows]}
 
 
 def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
@@ -94,8 +98,6 @@ def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
 
     Raises InputError where the file is no journal.
     """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
-    warnings.filterwarnings("ignore", category=FutureWarning)
     wrong = f"{path} is not a search's journal: remove it or give another --out"
     with explaining(wrong, (ValueError, KeyError, TypeError, AssertionError)):
         journal = optuna.storages.journal.JournalFileBackend(str(path))
@@ -137,9 +139,9 @@ def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
     kinds = early_exits(full.num_layers), thinned
-    low = sorted({*space[HEAD]} - {FULL})
+    low = sorted({*space[HEAD_KEY]} - {FULL})
     uniform = [*(full.in_bits(bits, head=low[-1]) for bits in low), full]
-    windowed = [replace(plan, window=window) for window in space[WINDOW] for plan in uniform]
+    windowed = [replace(plan, window=window) for window in space[WINDOW_KEY] for plan in uniform]
     rounded = [[plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in kinds if low]
     return [
         plan
@@ -152,7 +154,7 @@ def optimise(study: optuna.Study, predict: Predict, space: Space, trials: int) -
     """Run trials until the study has ``trials`` finished ones.
 
     A plan that was tried before keeps its value and is not predicted again. A random neighbour of
-    it comes next, which has other bits in one place.
+    it comes next, which has other bits in one place. Ctrl-C loses no plan.
     """
     known = predictions_of(study)
 
@@ -161,12 +163,20 @@ def optimise(study: optuna.Study, predict: Predict, space: Space, trials: int) -
             trial.suggest_categorical(name, choices)
         plan = plan_of(trial.params)
         if plan in known:
-            rng = random.Random(trial.number)
-            name = rng.choice([name for name in space if name != WINDOW])
-            neighbour = {**trial.params, name: rng.choice(space[name])}
+            others = [
+                {name: bits}
+                for name, choices in space.items()
+                for bits in choices
+                if name != WINDOW_KEY and bits != trial.params[name]
+            ]
+            neighbour = trial.params | random.Random(trial.number).choice(others)
             study.enqueue_trial(neighbour, skip_if_exists=True)
         else:
-            known[plan] = predict(plan)
+            try:
+                known[plan] = predict(plan)
+            except KeyboardInterrupt:  # the trial fails, and the plan comes first in the next run
+                study.enqueue_trial(trial.params)
+                raise
         trial.set_user_attr("prediction", list(known[plan]))
         return known[plan].speedup
 

@@ -39,9 +39,14 @@ def read_prompts(file: Path | None) -> list[str]:
 
 def after_documents(session: Session, requests: Sequence[str], length: int) -> list[str]:
     """Return long prompts: each is a part of this project's documents of ``length`` tokens, with a
-    request after it. The parts differ. Raises InputError where the documents are shorter.
+    request after it. The parts differ. An edited document makes other prompts, and so begins
+    another study.
+
+    Raises InputError where the documents are shorter, and where only the program is installed.
     """
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md")))
+    if not texts:
+        raise InputError("--context needs the documents, which only the checkout has")
     tokens = session.tokenizer.encode(texts)
     if length > len(tokens):
         raise InputError(f"--context {length}: the documents have {len(tokens)} tokens: give fewer")

@@ -87,28 +87,24 @@ def tiny_model(
     """A random real module in float64, small enough to enumerate; Gemma-2's window is two
     tokens.
     """
-    model = build(
-        parse_config(small(family, vocab_size=vocab, layers=layers, hidden=hidden))
-    ).double()
-    model.initialise(std=0.7, generator=torch.Generator().manual_seed(seed))
+    model = build(parse_config(small(family, vocab_size=vocab, layers=layers, hidden=hidden)))
+    model.double().initialise(std=0.7, generator=torch.Generator().manual_seed(seed))
     return model.requires_grad_(False).eval()
 
 
+@torch.no_grad()
 def randomise(module: nn.Module, seed: int) -> None:
     """Sharp attention, norms that are not neutral, biases that are not zero; the same numbers in
     every dtype.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.dim() == 2:
-                gain = (
-                    0.5 if "embed" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
-                )
-                parameter.copy_(gain * values)
-            else:
-                parameter.add_(0.3 * values)
+    for name, parameter in module.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if parameter.dim() == 2:
+            is_table = "embed" in name or "lm_head" in name
+            parameter.copy_((0.5 if is_table else 1.5 / parameter.shape[1] ** 0.5) * values)
+        else:
+            parameter.add_(0.3 * values)
 
 
 def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Decoder:
@@ -188,16 +184,13 @@ def speculative(
     return run
 
 
-class Scripted(SeededRandomness):
+def scripted(*uniforms: float) -> SeededRandomness:
     """SeededRandomness with uniform numbers given in advance."""
-
-    def __init__(self, *uniforms: float) -> None:
-        super().__init__(0)
-        self.script = list(uniforms)
-
-    def uniform(self, count: int) -> Tensor:
-        taken, self.script = self.script[:count], self.script[count:]
-        return torch.tensor(taken, dtype=torch.float64)
+    randomness, left = SeededRandomness(0), iter(uniforms)
+    randomness.uniform = lambda count: torch.tensor(
+        [next(left) for _ in range(count)], dtype=torch.float64
+    )
+    return randomness
 
 
 def plans(layers: int = 3, bits: Sequence[int] = (*LOW_BITS, FULL)) -> st.SearchStrategy[LayerPlan]:

@@ -18,25 +18,22 @@ from unittest import mock
 
 import torch
 
-import decoding.race
-import decoding.sampling
-import decoding.speculate
-import decoding.verify
 import generate
 import tests.conftest  # noqa: F401  examples without shrinking, as in the tests
-from decoding.drafters import ModelDrafter
-from decoding.grammar import GrammarConstraint
-from decoding.policies import AdaptiveExit
-from decoding.proof import loop_law
-from decoding.proof.enumeration import total_variation
-from decoding.proof.foreign import law_of
-from decoding.proof.loop_law import Setup, bias, run_loop
+from decoding import (
+    drafters,
+    grammar,
+    policies,
+    race,
+    randomness,
+    rounds,
+    sampling,
+    speculate,
+    text,
+    verify,
+)
+from decoding.proof import enumeration, foreign, loop_law, table_model
 from decoding.proof.plain_law import Request, plain_law
-from decoding.proof.table_model import TableModel
-from decoding.randomness import SeededRandomness
-from decoding.rounds import Statistics
-from decoding.sampling import SamplingParams
-from decoding.text import Text
 from model.cache import LayerCache
 from model.fast.cpu import FastDecoder
 from tests.app import test_compare
@@ -44,7 +41,6 @@ from tests.decoding import (
     test_drafters,
     test_grammar,
     test_race,
-    test_randomness,
     test_speculate,
     test_text,
 )
@@ -87,28 +83,23 @@ def applied(mutant: Mutant) -> Iterator[None]:
         yield
 
 
-def table(*, ties: bool = False) -> TableModel:
-    """Target and draft tables over three tokens: generic, or with the two best tokens of each row
-    tied.
-    """
-    if ties:
-        return TableModel(*torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3))
-    return random_tables(4, 4, 3)
+TABLE = random_tables(4, 4, 3)
+TIED = table_model.TableModel(  # the two best tokens of each row are as likely
+    *torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3)
+)
 
 
 def law(
     request: Request,
-    setup: Setup | None = None,
+    setup: loop_law.Setup | None = None,
     *,
-    ties: bool = False,
-    model: TableModel | None = None,
+    model: table_model.TableModel = TABLE,
     rule: str = "ratio",
 ) -> Callable[[], None]:
     """A killer: the production loop's enumerated law equals plain sampling's."""
-    model = model or table(ties=ties)
 
     def the_enumerated_law_equals_plain_samplings() -> None:
-        assert bias(model, request, setup or Setup(), rule) < EXACT
+        assert loop_law.bias(model, request, setup or loop_law.Setup(), rule) < EXACT
 
     return the_enumerated_law_equals_plain_samplings
 
@@ -116,7 +107,7 @@ def law(
 ONE_BYTE = "one byte forced, its token not"
 
 
-def under(name: str, setup: Setup | None = None) -> Callable[[], None]:
+def under(name: str, setup: loop_law.Setup | None = None) -> Callable[[], None]:
     """A killer: the law of texts under a grammar, which begins without masks. The plain law knows
     the language alone.
     """
@@ -165,16 +156,25 @@ def judged(mutant: Mutant) -> float | None:
     distances = [0.0]
 
     def found_by_judge(
-        model: TableModel, request: Request, setup: Setup, rule: str = "ratio"
+        model: table_model.TableModel,
+        request: Request,
+        setup: loop_law.Setup,
+        rule: str = "ratio",
     ) -> float:
-        found = law_of(lambda: run_loop(model, request, setup, SeededRandomness(0), rule=rule))
-        distances.append(total_variation(found.probs, loop_law.plain_law(model, request)))
+        found = foreign.law_of(
+            lambda: loop_law.run_loop(
+                model, request, setup, randomness.SeededRandomness(0), rule=rule
+            )
+        )
+        distances.append(
+            enumeration.total_variation(found.probs, loop_law.plain_law(model, request))
+        )
         return distances[-1]
 
-    with applied(mutant), mock.patch(f"{__name__}.bias", found_by_judge):
+    with applied(mutant), mock.patch.object(loop_law, "bias", found_by_judge):
         try:
             if mutant.row in RANDOM_NUMBERS:
-                found_by_judge(table(), LONG, Setup())
+                found_by_judge(TABLE, LONG, loop_law.Setup())
             else:
                 mutant.killer()
         except AssertionError:  # also of a loop that writes too many tokens
@@ -183,14 +183,13 @@ def judged(mutant: Mutant) -> float | None:
 
 
 SAMPLED = Request()
-GREEDY = Request(params=SamplingParams(0.0))
-FILTERED = Request(params=SamplingParams(0.7, top_k=2))
-PENALISED = Request(params=SamplingParams(1.0, repetition_penalty=1.5))
+GREEDY = Request(params=sampling.SamplingParams(0.0))
+FILTERED = Request(params=sampling.SamplingParams(0.7, top_k=2))
+PENALISED = Request(params=sampling.SamplingParams(1.0, repetition_penalty=1.5))
 ENDING = Request(max_new_tokens=3, eos_ids=frozenset({1}))
 LONG = Request(max_new_tokens=3)
-ADAPTIVE = Setup(policy=lambda: AdaptiveExit(0.45, 2))
+ADAPTIVE = loop_law.Setup(policy=lambda: policies.AdaptiveExit(0.45, 2))
 RANDOM_NUMBERS = (5, 8, 32)  # mutants of ``SeededRandomness``
-S, R = decoding.speculate, decoding.verify
 SELF_DRAFT = test_drafters.test_a_self_draft_reads_the_targets_entries_at_the_right_positions
 NO_HOLE = test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round
 
@@ -198,7 +197,7 @@ MUTANTS = [
     Mutant(
         1,
         "a rejection samples p instead of the residual",
-        R,
+        verify,
         "verify_by_ratio",
         "(p - q).clamp(min=0)",
         "p",
@@ -207,7 +206,7 @@ MUTANTS = [
     Mutant(
         2,
         "a greedy draft is verified as if it were sampled",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "_draw",
         "token = randomness.draw(probs[0], text.place(drafted))",
         "token = probs[0].argmax()",
@@ -216,7 +215,7 @@ MUTANTS = [
     Mutant(
         3,
         "the bonus token comes from unprocessed logits",
-        S,
+        speculate,
         "speculate",
         "distribution(logits, context, params, text.allowed(draft.tokens))",
         "distribution(logits, context, params, text.allowed(draft.tokens))\n"
@@ -227,7 +226,7 @@ MUTANTS = [
     Mutant(
         4,
         "slots of a short draft are padded and verified as token 0",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "propose",
         "return in_a_row([empty_draft(text.vocab_size, text.device), *steps])",
         "for _ in range(limit - len(steps)):\n"
@@ -238,16 +237,16 @@ MUTANTS = [
     Mutant(
         5,
         "acceptance lets u = 0 accept probability 0",
-        SeededRandomness,
+        randomness.SeededRandomness,
         "accept",
         "< probabilities",
         "<= probabilities",
-        test_randomness.test_u_zero_accepts_nothing_impossible,
+        test_race.test_u_zero_accepts_nothing_impossible,
     ),
     Mutant(
         6,
         "an epsilon in the residual",
-        R,
+        verify,
         "verify_by_ratio",
         ".clamp(min=0)",
         ".clamp(min=0) + 1e-6",
@@ -256,25 +255,25 @@ MUTANTS = [
     Mutant(
         7,
         "temperature 0 is a division by 1e-10",
-        S,
+        speculate,
         "distribution",
         "temperature = None",
         "temperature = 1e-10",
-        law(GREEDY, ties=True),
+        law(GREEDY, model=TIED),
     ),
     Mutant(
         8,
         "one random number serves every acceptance",
-        SeededRandomness,
+        randomness.SeededRandomness,
         "accept",
         "self.uniform(len(probabilities))",
         "self.uniform(1)",
-        test_randomness.test_tosses_are_independent_within_a_call_and_between_calls,
+        test_race.test_tosses_are_independent_within_a_call_and_between_calls,
     ),
     Mutant(
         9,
         "a sampled acceptance with a greedy bonus token",
-        R,
+        verify,
         "verify_by_ratio",
         "p = target_probs.index_select(0, accepted[None])[0]",
         "p = target_probs.index_select(0, accepted[None])[0]\n"
@@ -284,7 +283,7 @@ MUTANTS = [
     Mutant(
         10,
         "the repetition penalty sees the same prefix at every drafted position",
-        decoding.sampling,
+        sampling,
         "penalised",
         "rows[:, None] +",
         "0 * rows[:, None] +",
@@ -293,7 +292,7 @@ MUTANTS = [
     Mutant(
         11,
         "an end-of-text token inside an accepted draft is ignored",
-        Text,
+        text.Text,
         "extend",
         "self._check_end()",
         "len(emitted) < len(tokens) or self._check_end()",
@@ -302,7 +301,7 @@ MUTANTS = [
     Mutant(
         12,
         "tokens after the end of the text are returned and counted",
-        Text,
+        text.Text,
         "extend",
         "if self.finish:\n",
         "if False:\n",
@@ -311,7 +310,7 @@ MUTANTS = [
     Mutant(
         13,
         "of several end-of-text ids only the first in the list ends the text",
-        Text,
+        text.Text,
         "_check_end",
         "in self.rules.eos_ids",
         "in sorted(self.rules.eos_ids)[:1]",
@@ -320,7 +319,7 @@ MUTANTS = [
     Mutant(
         14,
         "a stop string is searched for in the last token only",
-        Text,
+        text.Text,
         "_check_end",
         "self.prompt_bytes)",
         "self.begins[-2])",
@@ -329,7 +328,7 @@ MUTANTS = [
     Mutant(
         15,
         "the text is not cut before the stop string",
-        Text,
+        text.Text,
         "certain_end",
         "return self.cut",
         "return len(self.data)",
@@ -338,7 +337,7 @@ MUTANTS = [
     Mutant(
         16,
         "the token budget is overshot",
-        Text,
+        text.Text,
         "_check_end",
         "self.remaining <= 0",
         "self.remaining <= -1",
@@ -347,7 +346,7 @@ MUTANTS = [
     Mutant(
         17,
         "the whole prefix is passed together with a cache",
-        S,
+        speculate,
         "speculate",
         "context[None, position - 1 :]",
         "context[None]",
@@ -356,7 +355,7 @@ MUTANTS = [
     Mutant(
         18,
         "the position is read off the first layer's cache",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "_read",
         "self.cache, start, self.plan",
         "self.cache, self.cache.lengths[0], self.plan",
@@ -375,7 +374,7 @@ MUTANTS = [
     Mutant(
         20,
         "an all-zero residual gives NaN",
-        R,
+        verify,
         "verify_by_ratio",
         "torch.where(residual.sum() > 0, residual, p)",
         "residual / residual.sum()",
@@ -384,7 +383,7 @@ MUTANTS = [
     Mutant(
         21,
         "statistics divide by zero without a draft",
-        Statistics,
+        rounds.Statistics,
         "acceptance_rate",
         " if self.drafted else None",
         "",
@@ -393,7 +392,7 @@ MUTANTS = [
     Mutant(
         22,
         "an all-accepted round leaves a hole in the draft model's cache",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "propose",
         "context[self.cache.length :]",
         "context[self.cache.length and len(text) - 1 :]",
@@ -402,7 +401,7 @@ MUTANTS = [
     Mutant(
         23,
         "an unsure token is drawn, looked at and dropped",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "propose",
         "steps.append(step)\n",
         "steps.append(step)\n"
@@ -413,7 +412,7 @@ MUTANTS = [
     Mutant(
         24,
         "the prompt is counted as output",
-        Statistics,
+        rounds.Statistics,
         "add",
         "self.tokens += len(round.emitted)",
         "self.tokens += round.position + len(round.emitted)",
@@ -431,7 +430,7 @@ MUTANTS = [
     Mutant(
         26,
         "probabilities are rounded to bf16 before the ratio",
-        R,
+        verify,
         "in_ratio",
         "p_drafted / q_drafted",
         "p_drafted.bfloat16().to(wide) / q_drafted",
@@ -440,7 +439,7 @@ MUTANTS = [
     Mutant(
         27,
         "of two overlapping bans, the first takes back text that was shown already",
-        Text,
+        text.Text,
         "certain_end",
         "while begin <",
         "if begin <",
@@ -449,7 +448,7 @@ MUTANTS = [
     Mutant(
         28,
         "the race uses its exponentials again after a retraction",
-        Text,
+        text.Text,
         "_retract",
         "self.retractions += 1",
         "pass",
@@ -458,7 +457,7 @@ MUTANTS = [
     Mutant(
         29,
         "the draft races with other exponentials than the target",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "_draw",
         "text.place(drafted)",
         "text.place(drafted + 1000)",
@@ -467,7 +466,7 @@ MUTANTS = [
     Mutant(
         30,
         "the race's exponentials depend on how much was drafted",
-        R,
+        verify,
         "verify_by_race",
         "draw_each(target_probs, place)",
         "draw_each(target_probs, place.after(len(drafted)))",
@@ -490,7 +489,7 @@ MUTANTS = [
     Mutant(
         32,
         "draft and residual share their random numbers under the ratio rule",
-        R.Rule,
+        verify.Rule,
         "randomness",
         "return RULES[self.name][0](self.seed, device, self.sample)",
         "randomness = RULES[self.name][0](self.seed, device, self.sample)\n"
@@ -501,7 +500,7 @@ MUTANTS = [
     Mutant(
         33,
         "exponentials of 24 random bits decide between tens of thousands of tokens",
-        decoding.race,
+        race,
         "complements",
         "2**53 - 1 - shifted(bits, 11)",
         "2**53 - 2**29 - (shifted(bits, 40) << 29)",
@@ -510,7 +509,7 @@ MUTANTS = [
     Mutant(
         34,
         "a grammar's matcher is not rolled back after a rejection",
-        GrammarConstraint,
+        grammar.GrammarConstraint,
         "_move_to",
         "self.matcher.rollback(len(self.consumed) - kept)",
         "pass",
@@ -519,7 +518,7 @@ MUTANTS = [
     Mutant(
         35,
         "a grammar's masks are kept by position only",
-        GrammarConstraint,
+        grammar.GrammarConstraint,
         "__call__",
         "return self.found_after(tuple(tokens[self.prompt_length :]))[0]",
         "place = len(tokens)\n"
@@ -531,18 +530,18 @@ MUTANTS = [
     Mutant(
         36,
         "bytes that a grammar forces are written without verification, in whichever tokens",
-        S,
+        speculate,
         "speculate",
         "accepted, token = verify(probs,",
         "if type(drafter).__name__ == 'ForcedTokens':\n"
         "            probs[: len(draft.tokens)] = draft.probs.to(probs.dtype)\n"
         "        accepted, token = verify(probs,",
-        under(ONE_BYTE, Setup(test_grammar.under_grammar(ONE_BYTE, "none"))),
+        under(ONE_BYTE, loop_law.Setup(test_grammar.under_grammar(ONE_BYTE, "none"))),
     ),
     Mutant(
         37,
         "block verification stops at the first failure",
-        R,
+        verify,
         "verify_by_block",
         "torch.where(passed, numbers, 0).amax()",
         "passed.long().cumprod(0).sum()",
@@ -551,7 +550,7 @@ MUTANTS = [
     Mutant(
         38,
         "after a rejection block verification draws from the ratio rule's residual",
-        R,
+        verify,
         "verify_by_block",
         "residual = torch.cat((residuals, p[-1:]))",
         "residual = torch.cat(((p[:-1] - q).clamp(min=0), p[-1:]))",
@@ -560,7 +559,7 @@ MUTANTS = [
     Mutant(
         39,
         "the bonus token comes from the residual of the draft's last row",
-        R,
+        verify,
         "verify_by_block",
         "residual = torch.cat((residuals, p[-1:]))",
         "residual = torch.cat((residuals, (p[-1:] - q[-1:]).clamp(min=0)))",
@@ -569,7 +568,7 @@ MUTANTS = [
     Mutant(
         40,
         "the stated q is the softmax before temperature and filters",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "_draw",
         "Draft(token[None], probs, [logits])",
         "Draft(token[None], torch.softmax(logits, -1), [logits])",
@@ -578,7 +577,7 @@ MUTANTS = [
     Mutant(
         41,
         "drafts are drawn from bf16 logits, q is their float32 softmax",
-        ModelDrafter,
+        drafters.ModelDrafter,
         "_draw",
         "randomness.draw(probs[0],",
         "randomness.draw(torch.softmax(logits[0].bfloat16(), -1).to(probs.dtype),",

@@ -6,9 +6,10 @@ transformers computes norms, rotary angles and softmax in float32 for any dtype 
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, compress, repeat
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,23 +28,50 @@ from tests.laws import randomise
 
 transformers.logging.set_verbosity_error()
 
-CONTEXT = 48  # max_position_embeddings of every generated config
 VOCAB = 23
-ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
-YARN: list[dict[str, Any]] = [
-    {},
-    {"attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 2.0},
-    {"mscale": 1.0, "mscale_all_dim": 0.5},
+BOTH = True, False
+FACTORS = 1.0, 2.0, 8.0
+TRAINED = {"original_max_position_embeddings": (8, 32)}  # short: all branches occur
+ROPES: list[dict[str, Sequence[Any]]] = [  # the values of the fields of each type
+    {"rope_type": ["default"]},
+    {"rope_type": ["dynamic"], "factor": FACTORS},
+    {"rope_type": ["linear"], "factor": FACTORS},
+    {
+        "rope_type": ["llama3"],
+        "factor": FACTORS,
+        "low_freq_factor": [0.5, 1.0],
+        "high_freq_factor": [2.0, 4.0],
+        **TRAINED,
+    },
+    *(
+        {"rope_type": ["yarn"], "factor": FACTORS, **TRAINED, **more}
+        for more in (
+            {},
+            {"attention_factor": [1.5], "beta_fast": [4.0], "beta_slow": [2.0]},
+            {"mscale": [1.0], "mscale_all_dim": [0.5]},
+        )
+    ),
 ]
+WINDOW = {"sliding_window": range(1, 10)}
+QWEN = {**WINDOW, "use_sliding_window": BOTH, "max_window_layers": range(4)}
+GEMMA = {
+    **WINDOW,
+    "query_pre_attn_scalar": [1, 4, 7, 144],
+    "attn_logit_softcapping": [None, 0.5, 5.0, 50.0],
+    "final_logit_softcapping": [None, 1.0, 30.0],
+}
+VARIED: dict[str, dict[str, Sequence[Any]]] = {  # the fields of each family
+    "llama": {"mlp_bias": BOTH},
+    "mistral": {"sliding_window": [None, *range(1, 10)]},
+    "ministral": WINDOW,
+    "qwen2": QWEN,
+    "qwen3": QWEN,
+    "gemma2": GEMMA,
+    "gemma3_text": {**GEMMA, "sliding_window_pattern": [1, 2, 3]},
+}
 
 
-class _LiftedTorch:
-    """The torch module in which float32 means float64."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+LIFTED_TORCH = SimpleNamespace(**vars(torch) | dict.fromkeys(("float", "float32"), torch.float64))
 
 
 @contextmanager
@@ -52,7 +80,7 @@ def lifted() -> Iterator[None]:
     classes = [getattr(transformers, name) for name in FAMILIES.values()]
     with ExitStack() as patches:
         for module in (modeling_rope_utils, *(sys.modules[each.__module__] for each in classes)):
-            patches.enter_context(mock.patch.object(module, "torch", _LiftedTorch()))
+            patches.enter_context(mock.patch.object(module, "torch", LIFTED_TORCH))
         patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield
 
@@ -104,6 +132,11 @@ def silenced(oracle: nn.Module, plan: LayerPlan) -> Iterator[None]:
         yield
 
 
+def fields(values: dict[str, Sequence[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """One of the values of each field."""
+    return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in values.items()})
+
+
 @st.composite
 def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """A small config.json of the family, in the layout of transformers 4 or 5, over all that varies
@@ -121,33 +154,21 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": 48,
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
         "tie_word_embeddings": draw(st.booleans()),
         "attention_bias": draw(st.booleans()),
         "pad_token_id": None,
+        **draw(fields(VARIED[family])),
+        **draw(ropes(family)),
     }
-    raw |= draw(ropes(family))
     if family.startswith(("gemma", "qwen3", "ministral")) or draw(st.booleans()):
         raw["head_dim"] = draw(st.sampled_from([head_dim, 4, 10]))
-    if family == "llama":
-        return raw | {"mlp_bias": draw(st.booleans())}
-    raw["sliding_window"] = draw(st.integers(1, 9))
-    if family.startswith("qwen"):
-        raw["use_sliding_window"] = draw(st.booleans())
-        raw["max_window_layers"] = draw(st.integers(0, layers))
-    if family.startswith("gemma"):
-        raw["query_pre_attn_scalar"] = draw(st.sampled_from([raw["head_dim"], 1, 7, 144]))
-        raw["attn_logit_softcapping"] = draw(st.sampled_from([None, 0.5, 5.0, 50.0]))
-        raw["final_logit_softcapping"] = draw(st.sampled_from([None, 1.0, 30.0]))
-    if family == "gemma3_text":
-        raw["sliding_window_pattern"] = draw(st.integers(1, 3))
     # with layer_types a Mistral is a Ministral
-    if family != "mistral" and raw.get("use_sliding_window", True) and draw(st.booleans()):
+    has_types = family not in ("llama", "mistral") and raw.get("use_sliding_window", True)
+    if has_types and draw(st.booleans()):
         kinds = st.sampled_from(["sliding_attention", "full_attention"])
         raw["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
-    elif family == "mistral" and draw(st.booleans()):
-        raw["sliding_window"] = None
     return raw
 
 
@@ -155,33 +176,17 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
 def ropes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """The rotary part of a config.json: every type that is served, in both layouts."""
     theta = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
-    rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(ROPE_KINDS))}
-    if rope["rope_type"] != "default":
-        rope["factor"] = draw(st.sampled_from([1.0, 2.0, 8.0]))
-    if rope["rope_type"] == "llama3":
-        low = draw(st.sampled_from([0.5, 1.0]))
-        rope |= {
-            "low_freq_factor": low,
-            "high_freq_factor": low * draw(st.sampled_from([2.0, 4.0])),
-        }
-    if rope["rope_type"] == "yarn":
-        rope |= draw(st.sampled_from(YARN))
-    if rope["rope_type"] in ("llama3", "yarn"):
-        # short: all three branches occur
-        rope["original_max_position_embeddings"] = draw(st.sampled_from([8, 32]))
-    layout = draw(st.sampled_from([4, 5]))
     local = draw(st.sampled_from([10.0, 10000.0]))  # of Gemma-3's layers with a window
-    if layout == 5 and family == "gemma3_text":
-        return {
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": local},
-                "full_attention": {"rope_theta": theta, **rope},
-            }
-        }
-    if layout == 5:
-        return {"rope_parameters": {"rope_theta": theta, **rope}}
-    fields = {"rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
-    return fields | ({"rope_local_base_freq": local} if family == "gemma3_text" else {})
+    rope = draw(st.one_of(*map(fields, ROPES)))
+    if draw(st.booleans()):
+        scaling = None if rope["rope_type"] == "default" else rope
+        more = {"rope_local_base_freq": local} if family == "gemma3_text" else {}
+        return {"rope_theta": theta, "rope_scaling": scaling, **more}
+    whole = {"rope_theta": theta, **rope}
+    if family == "gemma3_text":
+        windowed = {"rope_type": "default", "rope_theta": local}
+        whole = {"sliding_attention": windowed, "full_attention": whole}
+    return {"rope_parameters": whole}
 
 
 def in_chunks(

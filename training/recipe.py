@@ -18,7 +18,6 @@ from model.layers import layer_positions
 from model.plan import LayerPlan
 from training.text import Rows
 
-CURRICULA = ("rotational", "gradual")
 HELD_OUT_BATCHES = 8  # of an evaluation
 HELD_OUT_ROWS = 8  # per batch
 
@@ -58,17 +57,21 @@ def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float
     return (weights / weights.sum()).tolist()
 
 
-def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
-    """Return whether each early exit's loss is on in a step: bool ``[layers - 1]``.
-
-    Curriculum ``rotational`` turns on every R-th exit, shifted by one each step, with R the
-    ``rotation``; ``gradual`` turns on one exit after another from the last to the first, all by
-    half of the ``steps``.
+def rotational(layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
+    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``: every R-th is,
+    shifted by one each step, with R the ``rotation``.
     """
-    layer = np.arange(layers - 1)
-    if curriculum == "rotational":
-        return (layer - step) % rotation == 0
-    return step >= (layers - layer) * steps / (2 * layers)
+    return (np.arange(layers - 1) - step) % rotation == 0
+
+
+def gradual(layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
+    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``: one after
+    another is turned on from the last to the first, all by half of the ``steps``.
+    """
+    return step >= (layers - np.arange(layers - 1)) * steps / (2 * layers)
+
+
+CURRICULA = {"rotational": rotational, "gradual": gradual}  # which exits are on in a step
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:

@@ -9,11 +9,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from app.common.files import atomic_path, read_json, write_text
+from app.common.files import atomic_path, read_json, read_text, write_text
 from app.common.parsers import DEVICE, Groups, within
 from model.config import parse_config
 from model.decoder import Decoder
@@ -85,7 +86,7 @@ OPTIONS: Groups = {
             "help": "share of the exits' losses that the last layer teaches",
         },
         "--curriculum": {
-            "choices": CURRICULA,
+            "choices": list(CURRICULA),
             "default": "rotational",
             "help": "which exits are on in a step",
         },
@@ -162,14 +163,13 @@ OPTIONS: Groups = {
 }
 
 
-def read_inputs(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
-    """Return the initial model in float32, training rows, and held-out rows.
-
-    A new tokenizer is written into ``--out``.
+def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]:
+    """Return the initial model in float32, training rows, held-out rows, and the folder of the
+    tokenizer. A new tokenizer is written into ``--out``, once the text is known to suffice.
 
     Raises InputError for a wrong model, text or folder.
     """
-    if (options.config is None) == (options.start_from is None):
+    if (options.config is None) == (not options.start_from):
         raise InputError("give either --config or --start-from")
     start = options.start_from and model_folder(options.start_from)
     config = parse_config(read_json(start / "config.json" if start else options.config))
@@ -178,67 +178,71 @@ def read_inputs(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
             f"--context {options.context} is more than the config's {config.max_positions}"
             " positions"
         )
-    if (options.out / "config.json").exists() and not (options.out / STATE).parent.exists():
+    is_new = not (options.out / STATE).exists()
+    if is_new and (options.out / "config.json").exists():
         raise InputError(
-            f"{options.out} holds a model that train.py did not make: give another --out"
+            f"{options.out} holds a model without the state of a run: give another --out"
         )
     documents = read_documents(options.data)
-    if not start and not (options.out / STATE).exists():
-        (options.out / STATE).parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(documents, options.vocab_size, options.out)
-    tokenizer = Tokenizer(start or options.out)
-    rows = rows_of(documents, tokenizer, options.context)
+    with TemporaryDirectory() as folder:
+        if is_new and not start:
+            train_tokenizer(documents, options.vocab_size, Path(folder))
+        tokenizer = Tokenizer(start or (Path(folder) if is_new else options.out))
+        rows = rows_of(documents, tokenizer, options.context)
+        for file in Path(folder).iterdir():
+            write_text(options.out / file.name, read_text(file))
     if start:
-        return load_model(start, torch.float32), *rows
+        return load_model(start, torch.float32), *rows, start
     model = build(replace(config, vocab_size=len(tokenizer.pieces)))
     model.initialise(
         std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
     )
-    return model, *rows
+    return model, *rows, options.out
 
 
-def load_run(options: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
+def load_run(options: argparse.Namespace, parts: Sequence[Part], rows: Rows) -> dict[str, Any]:
     """Return the state of the run in ``--out``: its options, its last step and the records of its
     log. The ``parts``, a model and its optimisers, get what was saved of them.
 
-    A new run is in step 0. Raises InputError for a run with other options.
+    A new run is in step 0. Raises InputError for a run with other options or other ``rows``.
     """
     given = {
         name: str(value)
         for name, value in vars(options).items()
-        if name not in ("out", "device", "save_every")
-    }
+        if name not in ("out", "device", "save_every", "data")
+    } | {"text of checksum": rows.checksum}
     if not (options.out / STATE).exists():
         return {"options": given, "step": 0, "records": []}
     with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
         state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
-    for name, saved in state["options"].items():
-        if given.get(name) != saved:
+    saved = state["options"]
+    for name in saved | given:
+        if given.get(name) != saved.get(name):
             raise InputError(
-                f"{options.out} holds a run with {name} {saved}: give the same, or another --out"
+                f"{options.out} holds a run with {name} {saved.get(name)}: give the same, or"
+                " another --out"
             )
-    for part, saved in zip(parts, state.pop("parts"), strict=True):
-        part.load_state_dict(saved)
+    for part, values in zip(parts, state.pop("parts"), strict=True):
+        part.load_state_dict(values)
     return state
 
 
-def save_run(options: argparse.Namespace, parts: Sequence[Part], state: dict[str, Any]) -> None:
+def save_run(out: Path, parts: Sequence[Part], state: dict[str, Any], tokenizer_from: Path) -> None:
     """Write the model, the first of the ``parts``, as an ordinary bf16 folder, and the log and the
-    state to continue from, each file atomically.
+    state to continue from, each file atomically. The state takes its place last, but its space
+    first: a full disk leaves no model without a state.
 
-    A run that is killed before the state is written repeats the last steps. Raises InputError when
-    ``--out`` cannot be written.
+    A run that is killed before that repeats the last steps. Raises InputError when ``out`` cannot
+    be written.
     """
-    save_model(
-        copy.deepcopy(parts[0]).bfloat16(),
-        options.out,
-        tokenizer_from=model_folder(options.start_from) if options.start_from else options.out,
-    )
-    with explaining(
-        f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"
-        " and run again",
-        (OSError, RuntimeError),
+    with (
+        explaining(
+            f"{out / STATE} cannot be written, the last saved state is kept; free some space and"
+            " run again",
+            (OSError, RuntimeError),
+        ),
+        atomic_path(out / STATE) as temporary,
     ):
-        write_text(options.out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
-        with atomic_path(options.out / STATE) as temporary:
-            torch.save({**state, "parts": [part.state_dict() for part in parts]}, temporary)
+        torch.save({**state, "parts": [part.state_dict() for part in parts]}, temporary)
+        write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
+        save_model(copy.deepcopy(parts[0]).bfloat16(), out, tokenizer_from=tokenizer_from)

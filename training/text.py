@@ -75,7 +75,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> 
 
 class Rows:
     """Rows of ``width`` tokens from token ids ``[n]``, n >= width. An id of ``ending`` ends a
-    document.
+    document. ``checksum`` is that of the token ids.
 
     A row begins where a document does, so that no response is trained on without its prompt, or a
     whole number of rows later in a longer document. It continues into the next document.
@@ -86,6 +86,7 @@ class Rows:
         starts = np.concatenate([np.arange(*pair, width - 1) for pair in pairwise(begins)])
         self.starts = torch.from_numpy(starts[starts <= len(tokens) - width])
         self.windows = torch.from_numpy(tokens).unfold(0, width, 1)  # from every token on: a view
+        self.checksum = f"{zlib.crc32(tokens):08x}"
 
     def pick(self, rows: int, generator: torch.Generator) -> Tensor:
         """Return random rows, ``[rows, width]`` int64."""

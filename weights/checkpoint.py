@@ -96,9 +96,11 @@ def stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]
     files = [folder / WHOLE] if (folder / WHOLE).exists() else indexed_files(folder)
     if not files:
         refuse_other_formats(folder)
+        names_none = (folder / INDEX).exists()
+        lack = "names no files in its" if names_none else f"holds no {WHOLE} and no"
         raise InputError(
-            f"{folder} holds no {WHOLE} and no index of shards: fetch it again, or convert its"
-            " weights with save_pretrained of transformers"
+            f"{folder} {lack} index of shards: fetch it again, or convert its weights with"
+            " save_pretrained of transformers"
         )
     tensors = {
         tensor.name.removeprefix("model."): tensor for path in files for tensor in read_header(path)

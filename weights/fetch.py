@@ -44,11 +44,13 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
     appears when all its files are complete.
 
     Raises InputError without a network, for a download with a wrong checksum, and for a folder that
-    cannot be written.
+    cannot be written or holds other files.
     """
     if (folder / "model.safetensors").exists():
         return folder
     with explaining(f"{folder} cannot be written"):
+        if folder.exists() and any(folder.iterdir()):
+            raise InputError(f"{folder} is not empty: give another --out, or remove it")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             # config and chat template

@@ -6,6 +6,7 @@ between runs. Knows nothing of drafts.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from app.common.files import atomic_path
 from model.decoder import Decoder
 from model.errors import InputError, one_line
 from model.places import cache_folder, version
+from weights.checkpoint import TOKENIZER_FILES
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
@@ -51,7 +53,10 @@ def set_importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
 def importance_file(model: Decoder, folder: Path) -> Path:
     """Return the file of a model, named by all that determines its importance."""
     dtype = str(model.dtype).removeprefix("torch.")
-    name = f"{model_fingerprint(folder)}-{dtype}-{version([Path(__file__), PROMPTS_FILE])}"
+    # The files rather than the encoded prompts: a chat template may write today's date.
+    tokenizer = filter(Path.is_file, chain.from_iterable(map(folder.glob, TOKENIZER_FILES)))
+    name = f"{model_fingerprint(folder)}-{dtype}"
+    name += f"-{version([Path(__file__), PROMPTS_FILE, *tokenizer])}"
     return cache_folder() / "importance" / f"{name}.safetensors"
 
 

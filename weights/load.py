@@ -55,7 +55,6 @@ DTYPES = {  # by their names on a command line
 }
 CONFIG = "config.json"
 DOWNLOADED = [CONFIG, INDEX, WHOLE, *TOKENIZER_FILES]  # from the hub, before any shards
-NARROWEST = 2  # bytes per weight in bfloat16 and float16
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
@@ -85,8 +84,10 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     )
 
 
+@cache
 def download(name: str, revision: str | None = None) -> Path:
-    """Return the folder of a model on the hub, at a branch, tag or commit: ``main`` by default.
+    """Return the folder of a model on the hub, at a branch, tag or commit: ``main`` by default. A
+    process asks the hub once.
 
     Only safetensors, config and tokenizer files are downloaded, after ``config.json`` has shown
     that the model can run here. Raises InputError for a model that is unknown, gated or cannot run
@@ -112,8 +113,8 @@ def download(name: str, revision: str | None = None) -> Path:
 
 
 def check_size(name: str, config: ModelConfig) -> None:
-    """Raise InputError where the weights in the narrowest dtype need more than all free memory."""
-    needed = parameter_count(config) * NARROWEST
+    """Raise InputError where the weights in bfloat16 need more than all free memory."""
+    needed = parameter_count(config) * torch.bfloat16.itemsize
     gpus = (torch.device("cuda", number) for number in range(torch.cuda.device_count()))
     free = max(free_bytes(torch.device("cpu")), sum(map(free_bytes, gpus)))
     if needed > free:
@@ -159,6 +160,20 @@ def read_config(folder: Path) -> ModelConfig:
     return parse_config(read_json(folder / CONFIG))
 
 
+def config_of_weights(folder: Path, dtype: torch.dtype) -> ModelConfig:
+    """Return the config of a folder's model in this dtype: a head that config.json ties is not tied
+    where another one than the embedding is stored, as in transformers.
+
+    Raises InputError as ``read_config`` and ``stored_tensors`` do.
+    """
+    config = read_config(folder)
+    stored = stored_tensors(folder, config)
+    if not (config.tie_embeddings and HEAD in stored):
+        return config
+    embedding, head = (stored[name].mapped().to(dtype) for name in (EMBEDDING, HEAD))
+    return replace(config, tie_embeddings=torch.equal(embedding, head))
+
+
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     """Return the dtype of a name in DTYPES; "auto" is that of the checkpoint's embedding.
 
@@ -188,22 +203,18 @@ def load_model(
 ) -> Decoder:
     """Return the model of a Hugging Face folder, in eval mode and without gradients.
 
-    ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read.
-    Raises InputError for anything wrong with the folder.
+    ``dtype`` None is the checkpoint's. With a ``shard`` of ``config_of_weights``, only that
+    part of the weights is read. Raises InputError for anything wrong with the folder.
     """
-    config = read_config(folder)
-    stored = stored_tensors(folder, config)
+    described = read_config(folder)
+    stored = stored_tensors(folder, described)
     dtype = dtype or stored[EMBEDDING].dtype
-    if config.tie_embeddings and HEAD in stored:
-        tied = (stored[name].read().to(dtype) for name in (EMBEDDING, HEAD))
-        if not torch.equal(*tied):  # as transformers does
-            config = replace(config, tie_embeddings=False)
-            say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
+    config = config_of_weights(folder, dtype)
+    if config != described:
+        say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
     wanted = wanted_tensors(folder, config, stored)
     with torch.device("meta"):
-        model = build(
-            replace(shard.local, tie_embeddings=config.tie_embeddings) if shard else config
-        )
+        model = build(shard.local if shard else config)
     state = {
         name: tensor.read(shard.cut(name) if shard else None).to(device, dtype)
         for name, tensor in wanted.items()

@@ -92,7 +92,7 @@ def estimate(
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Count the parameters of the model, a tied head counted once."""
+    """Return the number of parameters of the model, a tied head counted once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
@@ -120,7 +120,7 @@ def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
 
 
 def has_memory_for(model: Decoder, plans: Iterable[LayerPlan]) -> bool:
-    """Tell whether the low-bit copies of these plans, if there are any, fit into free memory."""
+    """Return whether the low-bit copies of these plans, if there are any, fit into free memory."""
     return sum(low_bit_bytes(model.config, plan) for plan in plans) <= free_bytes(model.device)
 
 

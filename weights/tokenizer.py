@@ -16,17 +16,19 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from app.common.command_line import say
-from app.common.files import check_is_fetched, read_optional_json, read_text
+from app.common.files import read_optional_json, read_text
 from model.errors import InputError, explaining
 from weights.chat_template import default_template, render
 from weights.tokenizer_files import (
-    SPACE_MARK,
+    SPELLINGS,
     begin_with,
     control_tokens,
     ending_ids,
     named_tokens,
     pieces_of,
     read_library,
+    spelling_of,
+    tokenizer_file,
 )
 
 # a text whose tokens must be spelt as the file's own decoder spells them
@@ -39,20 +41,26 @@ class Tokenizer:
     The name of a control token counts as the token in a chat template and in a whole prompt. In a
     message it is text, so that no user can end a turn by typing one.
 
-    ``library``       the tokenizer that encodes and decodes, and ``normalise`` the function that a
-                      text passes before it
-    ``finder``        a tokenizer that finds names of added tokens only, by the rules of each: which
-                      blanks belong to it, and where it counts
-    ``byte_level``    whether pieces are byte-level
+    For callers:
+
     ``special``       ids of control tokens by name
-    ``any_name``      pattern of their names; without names it matches nothing
-    ``names``         names of some of them by role, such as "bos_token"; "" for a role without one
     ``pieces``        bytes that each token adds to the text: none for a control token. Streaming,
                       stop strings and banned words work on bytes, because a token may end in the
                       middle of a UTF-8 character
     ``eos_ids``       tokens that end a text
-    ``adds_space``    whether encoding puts a space before the text
     ``chat_template`` source of the template, in Jinja; None: there is none
+
+    For encoding and decoding:
+
+    ``library``       the tokenizer that encodes and decodes, and ``normalise`` the function that a
+                      text passes before it
+    ``spelling``      how pieces spell bytes
+    ``adds_space``    whether encoding puts a space before the text
+    ``finder``        a tokenizer that finds names of added tokens only, by the rules of each: which
+                      blanks belong to it, and where it counts
+    ``names``         names of some control tokens by role, such as "bos_token"; "" for a role
+                      without one
+    ``any_name``      pattern of all their names; without names it matches nothing
     ``placeholder``   a random word, which no text contains, as a token of its own. It stands for a
                       control token while a text is encoded, and hides typed names of control tokens
                       while a chat template is rendered
@@ -60,13 +68,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
-        files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
-        path = next((file for file in files if file.is_file()), None)
-        if path is None:
-            raise InputError(
-                f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
-            )
-        check_is_fetched(path)
+        path = tokenizer_file(folder)
         config = folder / "tokenizer_config.json"
         settings = read_optional_json(config)
         with explaining(
@@ -105,14 +107,14 @@ class Tokenizer:
         self.finder = tokenizers.Tokenizer(models.BPE())
         self.finder.add_tokens([*added.values(), *listed.values()])  # the last of a name counts
         decoder = self.library.decoder or decoders.Fuse()
-        self.byte_level = decoder.decode(["Ġ"]) == " "
-        self.adds_space = decoder.decode([SPACE_MARK + "a"]) == "a"
-        self.pieces = pieces_of(vocabulary, added, self.special, self.byte_level)
+        self.spelling = spelling_of(decoder)
+        self.adds_space = decoder.decode([self.spelling.space + "a"]) == "a"
+        self.pieces = pieces_of(vocabulary, added, self.special, self.spelling)
         sample = [each for each in self.library.encode(SAMPLE).ids if each not in added]
         if self.decode(sample) != self.library.decode(sample):
             raise InputError(
-                f"{path}: its decoder is neither byte-level nor that of sentencepiece, the kinds"
-                " that this project reads: use a model with one of them"
+                f"{path}: its decoder is none of the kinds that this project reads,"
+                f" {' and '.join(type(each).__name__ for each in SPELLINGS)}: use a model with one"
             )
         # The model does not have this token: its vocabulary was read before.
         self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
@@ -143,9 +145,7 @@ class Tokenizer:
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the token ids of a text that continues another one, with nothing before it."""
-        if self.byte_level:
-            return self.library.encode(text, add_special_tokens=False).ids
-        return [piece.id for piece in self.library.model.tokenize(text.replace(" ", SPACE_MARK))]
+        return self.spelling.encode_continuation(self.library, text)
 
     def encode_parts(self, *parts: int | str, begin: bool = False) -> list[int]:
         """Return the token ids of parts: texts, and control tokens given as ids.
@@ -192,7 +192,7 @@ class Tokenizer:
         Raises InputError without a template, if it refuses, or if it does not read a variable.
         """
         if self.chat_template is None:
-            raise InputError("this model has no chat template: leave out --chat and --system")
+            raise InputError("this model has no chat template: it continues plain text only")
         hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
         given = json.loads(self._hide_names(json.dumps(dict(variables), ensure_ascii=False)))
         rendered = render(self.chat_template, hidden, self.names, given)

@@ -1,9 +1,8 @@
 """Tokenizer files: two kinds, read into the tokenizers library, and the bytes of their pieces.
 
 ``tokenizer.json`` is the library's own file, ``tokenizer.model`` sentencepiece's. Others say which
-tokens are control tokens and which end a text. A piece is a token as the file spells it:
-byte-level, in an alphabet with a character per byte, or by the rules of sentencepiece. A third kind
-of pieces needs a case in ``piece_bytes`` and one in ``Tokenizer.encode_continuation``.
+tokens are control tokens and which end a text. A piece is a token as the file spells it. A third
+kind of pieces is a class like ``ByteLevel`` and ``Sentencepiece``, with a place in ``SPELLINGS``.
 """
 
 import re
@@ -15,7 +14,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from app.common.files import read_optional_json
+from app.common.files import check_is_fetched, read_optional_json
 from model.errors import InputError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -30,6 +29,60 @@ PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))
 }
+
+
+class ByteLevel:
+    """Pieces with a character per byte. An added token is plain text."""
+
+    space = "Ġ"
+
+    def bytes_of(self, piece: str, is_added: bool) -> bytes:
+        """Return the bytes of a piece."""
+        if is_added:
+            return piece.encode()
+        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
+
+    def encode_continuation(self, library: tokenizers.Tokenizer, text: str) -> list[int]:
+        """Return the token ids of a text that continues another one, with nothing before it."""
+        return library.encode(text, add_special_tokens=False).ids
+
+
+class Sentencepiece:
+    """Pieces with a mark for a space, and with ``<0x0A>`` for a raw byte."""
+
+    space = SPACE_MARK
+
+    def bytes_of(self, piece: str, is_added: bool) -> bytes:
+        """Return the bytes of a piece, by the same rules for an added token."""
+        byte = BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()
+
+    def encode_continuation(self, library: tokenizers.Tokenizer, text: str) -> list[int]:
+        """Return the token ids of a text that continues another one, with nothing before it."""
+        return [piece.id for piece in library.model.tokenize(text.replace(" ", SPACE_MARK))]
+
+
+Spelling = ByteLevel | Sentencepiece
+SPELLINGS: tuple[Spelling, ...] = (ByteLevel(), Sentencepiece())
+
+
+def spelling_of(decoder: Any) -> Spelling:
+    """Return the spelling whose space a decoder reads, or else the last one: the caller compares a
+    text.
+    """
+    fitting = (each for each in SPELLINGS if decoder.decode(["a", each.space]) == "a ")
+    return next(fitting, SPELLINGS[-1])
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """Return the tokenizer file of a folder. Raises InputError where there is none."""
+    for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
+        if path.is_file():
+            check_is_fetched(path)
+            return path
+    raise InputError(
+        f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
+    )
 
 
 def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
@@ -149,11 +202,11 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, Ad
 
 def ending_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
     """Return the ids that end a text: those of generation_config.json, or else of config.json, or
-    else the ``named`` ones. Raises InputError for what is no id.
+    else the ``named`` ones. An empty list is none. Raises InputError for what is no id.
     """
     for path in (folder / "generation_config.json", folder / "config.json"):
         found = read_optional_json(path).get("eos_token_id")
-        if found is not None:
+        if found is not None and found != []:
             ids = found if isinstance(found, list) else [found]
             if not all(type(each) is int and each >= 0 for each in ids):
                 raise InputError(
@@ -191,24 +244,13 @@ def pieces_of(
     vocabulary: Mapping[str, int],
     added: Container[int],
     special: Mapping[str, int],
-    byte_level: bool,
+    spelling: Spelling,
 ) -> list[bytes]:
     """Return the bytes of each token by its id: none for control tokens and for ids without a
-    token. An ``added`` token is plain text, also where other pieces are byte-level.
+    token.
     """
     pieces = [b""] * (1 + max(*vocabulary.values(), *special.values()))
     for piece in vocabulary.keys() - special.keys():
         number = vocabulary[piece]
-        is_text = byte_level and number in added
-        pieces[number] = piece.encode() if is_text else piece_bytes(piece, byte_level)
+        pieces[number] = spelling.bytes_of(piece, number in added)
     return pieces
-
-
-def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """Return the bytes of a piece, byte-level or of sentencepiece, which writes a raw byte as
-    ``<0x0A>``.
-    """
-    if byte_level:
-        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
-    byte = BYTE_PIECE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from app.common.command_line import run_command
@@ -65,12 +66,20 @@ def script(
 def within(
     kind: Callable[[str], float], least: float, most: float = math.inf
 ) -> Callable[[str], float]:
-    """Return an argparse type of a number from ``least`` to ``most``."""
+    """Return an argparse type of a finite number from ``least`` to ``most``."""
+    finite = " and finite" if kind is float else ""
+    bounds = f"from {least} to {most}" if most < math.inf else f"at least {least}{finite}"
 
     def number(text: str) -> float:
-        if least <= (value := kind(text)) <= most:
+        if least <= (value := kind(text)) <= most and value < math.inf:
             return value
-        bounds = f"from {least} to {most}" if most < math.inf else f"at least {least}"
         raise argparse.ArgumentTypeError(f"must be {bounds}, found {text}")
 
     return number
+
+
+def picture_file(text: str) -> Path:
+    """Return the path of a picture, in a format that can be written. An argparse type."""
+    if not text.endswith((".svg", ".png")):
+        raise argparse.ArgumentTypeError(f"must end in .svg or .png, found {text}")
+    return Path(text)

@@ -1,4 +1,4 @@
-"""Answers: the messages of a text, in the form of OpenAI's API, with statistics of its rounds.
+"""Answers: the replies with a text, in the form of OpenAI's API, and statistics of its rounds.
 
 Knows nothing of queues and sockets, nor of how texts are drafted.
 """
@@ -22,7 +22,7 @@ from decoding.text import Text
 
 
 class Answer:
-    """Messages that tell a client its text: one when it is written or, in a stream, one after each
+    """Replies that tell a client its text: one when it is written or, in a stream, one after each
     round, with the characters that will stay.
     """
 
@@ -37,6 +37,7 @@ class Answer:
             "created": int(time.time()),
             "model": session.name,
         }
+        self.role = {"role": "assistant"}
         self.stream = TextStream(sample.source)
         self.logprobs = (
             None
@@ -44,33 +45,35 @@ class Answer:
             else Logprobs(sample.source, session.labels, body.likeliest)
         )
 
-    def messages(self, rounds: Iterable[Round]) -> Iterator[dict[str, Any]]:
-        """Yield the messages while the ``rounds`` write the text."""
+    def replies(self, rounds: Iterable[Round]) -> Iterator[dict[str, Any]]:
+        """Yield the replies while the ``rounds`` write the text: none before the first round, which
+        may fail.
+        """
         body = self.body
-        if body.stream and body.is_chat:
-            yield self._message({"role": "assistant", "content": ""})
         for round in rounds:
             piece = self.stream.pull()
-            trace = {"trace": self._trace(round)} if body.trace else {}
-            if body.stream and (piece or trace):
-                yield self._message({"content": piece}, **trace)
+            if body.stream and (piece or body.trace):
+                trace = {"trace": self._trace(round)} if body.trace else {}
+                yield self._reply(piece, **trace)
         usage = {
             "prompt_tokens": self.sample.prompt_tokens,
             "completion_tokens": len(self.sample.tokens),
             "total_tokens": len(self.sample.source),
             "speculation": as_json(self.sample),
         }
-        said = {} if body.stream else {"role": "assistant", "content": self.sample.text}
         finish = "length" if self.sample.finish == "length" else "stop"
-        last = self._message(said, finish_reason=finish)
+        last = self._reply("" if body.stream else self.sample.text, finish_reason=finish)
         yield last if body.stream else last | {"usage": usage}
         if body.stream and body.stream_options.get("include_usage"):
             yield {**self.head, "choices": [], "usage": usage}
 
-    def _message(self, said: dict[str, str], **more: Any) -> dict[str, Any]:
-        """Return a message with what is ``said`` and the log probabilities of its tokens."""
+    def _reply(self, text: str, **more: Any) -> dict[str, Any]:
+        """Return a reply with this part of the text and the log probabilities of its tokens. The
+        first one of a chat has the role.
+        """
         key = "delta" if self.body.stream else "message"
-        shown = {key: said} if self.body.is_chat else {"text": said.get("content", "")}
+        shown = {key: {**self.role, "content": text}} if self.body.is_chat else {"text": text}
+        self.role = {}
         logprobs = self.logprobs and self.logprobs.pull(self.stream.shown, self.body.is_chat)
         choice = {"index": 0, **shown, "logprobs": logprobs, "finish_reason": None, **more}
         return {**self.head, "choices": [choice]}

@@ -29,8 +29,8 @@ from app.common.command_line import say
 from app.drafts import KINDS
 from app.options import SHORT_TEXT
 from app.server.answers import Answer
-from app.server.requests import ChatBody, CompletionBody, begin, complaint
-from app.server.worker import LOOK, Job, Worker
+from app.server.requests import ChatBody, CompletionBody, complaint, sample_of
+from app.server.worker import POLL, Job, Worker
 from app.session import Session
 from model.errors import InputError, explaining, typed_line
 
@@ -68,7 +68,7 @@ def refusal(request: Request | None, error: Exception) -> JSONResponse:
 async def respond(
     worker: Worker, kind: type[ChatBody | CompletionBody], request: Request
 ) -> Response:
-    """Return the response to a request for a text, once it has a message.
+    """Return the response to a request for a text, once there is a reply.
 
     An error before that has a status of its own, also where a stream was asked for.
     """
@@ -77,30 +77,33 @@ async def respond(
     body = kind.model_validate_json(await request.body())
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
-    sample = await asyncio.to_thread(begin, worker.session, body)
+    sample = await asyncio.to_thread(sample_of, worker.session, body)
     job = Job(Answer(body, sample, worker.session))
     worker.enqueue(job)
-    while job.messages.empty():
+    while job.replies.empty():
         if await request.is_disconnected():
             raise ClientDisconnect
-        await asyncio.sleep(LOOK)
-    message = job.messages.get_nowait()
-    if isinstance(message, Exception):
-        raise message
+        await asyncio.sleep(POLL)
+    reply = job.replies.get_nowait()
+    if isinstance(reply, Exception):
+        raise reply
     if not body.stream:
-        return JSONResponse(message)
+        return JSONResponse(reply)
     # A stopping server has this many seconds to end its streams with an error.
     return EventSourceResponse(
-        events(job, message), sep="\n", send_timeout=30, shutdown_grace_period=30
+        events(job, reply), sep="\n", send_timeout=30, shutdown_grace_period=30
     )
 
 
-async def events(job: Job, message: Any) -> AsyncIterator[str]:
-    """Yield the data of a stream's events: this ``message`` of a job, then those that follow."""
-    while message is not None:
-        is_error = isinstance(message, Exception)
-        yield refusal(None, message).body.decode() if is_error else json.dumps(message)
-        message = await job.messages.get()
+async def events(job: Job, reply: Any) -> AsyncIterator[str]:
+    """Yield the data of a stream's events: this ``reply`` of a job, then those that follow."""
+    while reply is not None:
+        yield (
+            refusal(None, reply).body.decode()
+            if isinstance(reply, Exception)
+            else json.dumps(reply)
+        )
+        reply = await job.replies.get()
     yield "[DONE]"
 
 

@@ -49,7 +49,8 @@ NEUTRAL = {
 }
 # Options that a request gives as the command line does: ``Options`` checks them. None of them
 # names a file, a folder or a class. ``bits``, ``window`` and ``plan`` are the server's own, since
-# each may cost memory for more copies.
+# each value may need more copies of the weights or a step of its own. The copies of a ``draft`` are
+# made once, and ``LoadedModel.prepare`` checks that they fit.
 OPTIONS = (
     *("temperature", "top_p", "min_p", "seed", "coupling"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -219,7 +220,7 @@ class ChatBody(TextBody):
         return self.top_logprobs or 0 if self.logprobs or self.top_logprobs else None
 
 
-def begin(session: Session, body: CompletionBody | ChatBody) -> Sample:
+def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
     """Return the text of a request, with its prompt only. Raises InputError."""
     options = session.options.merged(body.options())
     if not body.is_chat:
@@ -245,4 +246,4 @@ def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
         if first["type"] == "extra_forbidden"
         else first["msg"]
     )
-    return f"{one_line(field)[:80] if field else 'the body'}: {told}", field
+    return f"{one_line(field)[:80] if field else 'the body'}: {told}", field or None

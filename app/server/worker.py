@@ -1,6 +1,6 @@
 """Worker: the queue of requests, whose texts it writes, several in shared steps.
 
-A job's messages are JSON values, then None; an error may be the last one. Knows nothing of sockets
+A job's replies are JSON values, then None; an error may be the last one. Knows nothing of sockets
 and of how texts are drafted.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from greenlet import greenlet
@@ -23,30 +23,30 @@ from decoding.together import Together
 
 TEXTS = 4  # written at once
 LONGEST_RETRY = 60  # seconds: clients ignore a longer wish
-LOOK = 0.02  # seconds between two looks at a queue, or at whether a client is still there
+POLL = 0.02  # seconds between polls of the queue, and of a client's connection
 
 
 @dataclass
 class Job:
-    """A request in the queue, with the messages to its client. Unread messages wait in memory: a
-    text is bounded, so are they.
+    """A request in the queue, with the replies to its client. Unread replies wait in memory: a text
+    is bounded, so are they.
     """
 
     answer: Answer
-    messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    request: asyncio.Task[None] = field(default_factory=asyncio.current_task)
+    replies: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] = field(default_factory=asyncio.current_task)
     writing: greenlet | None = None
-    since: float = field(default_factory=time.monotonic)  # it waits or, later, is written
+    began: float = inf  # when its text was begun; inf: it waits
 
     @property
     def is_abandoned(self) -> bool:
         """Whether the client has disconnected, which ends the request in whatever it does."""
-        return self.request.done()
+        return self.task.done()
 
-    def send(self, message: Any) -> None:
-        """Send a message, from any thread."""
+    def send(self, reply: Any) -> None:
+        """Send a reply, from any thread."""
         with suppress(RuntimeError):  # the network has ended
-            self.request.get_loop().call_soon_threadsafe(self.messages.put_nowait, message)
+            self.task.get_loop().call_soon_threadsafe(self.replies.put_nowait, reply)
 
 
 class Worker:
@@ -78,7 +78,7 @@ class Worker:
             self.jobs.append(job)
             return
         now = time.monotonic()
-        pace = max(self.pace, now - jobs[0].since)
+        pace = max(self.pace, now - jobs[0].began)
         # Times are whole seconds: in each, as many clients come back as the queue has places.
         turn = max(pace / self.slots, 1 / self.places)
         wait = min(LONGEST_RETRY, max(len(jobs) * turn, self.last_return - now) + turn)
@@ -94,7 +94,7 @@ class Worker:
                 elif self.free and not job.writing:
                     job.writing = self.together.start(partial(self.write, job))
             if not self.together.step():
-                time.sleep(LOOK)
+                time.sleep(POLL)
         for job in [*self.jobs]:
             job.send(HTTPException(503, "the server is stopping"))
             self._stop(job)
@@ -111,16 +111,16 @@ class Worker:
             key=lambda slot: max(0, 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)),
         )
         self.free.remove(slot)
-        job.since = time.monotonic()
+        job.began = time.monotonic()
         try:
             see = answer.logprobs and answer.logprobs.see
             rounds = self.session.rounds(answer.sample, slot, self.together, see)
-            for message in answer.messages(rounds):
-                job.send(message)
+            for reply in answer.replies(rounds):
+                job.send(reply)
         except Exception as error:
             job.send(error)
         else:
-            self.pace = time.monotonic() - job.since
+            self.pace = time.monotonic() - job.began
         finally:
             self.free.append(slot)
             self.jobs.remove(job)

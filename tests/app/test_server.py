@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import fields
 from heapq import heappop, heappush
 from http.client import HTTPConnection
 from itertools import product
@@ -28,9 +29,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from app.options import GRAMMARS, KINDS
+from app.options import GRAMMARS, KINDS, Options
 from app.server.network import MAX_BODY, respond
-from app.server.requests import OF_A_CALL, OPTIONS, ChatBody, CompletionBody, begin, complaint
+from app.server.requests import (
+    OF_A_CALL,
+    OPTIONS,
+    ChatBody,
+    CompletionBody,
+    complaint,
+    sample_of,
+)
 from app.server.worker import Job, Worker
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
@@ -247,7 +255,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"temperature": "0.7"}, 400, "temperature", "must be a number, found '0.7'"),
     (TEXT, {"top_p": 2.0}, 400, "top_p", "top_p must be above 0"),
     (TEXT, {"frequency_penalty": 3.0}, 400, "frequency_penalty", "penalty must be from -2 to 2"),
-    (TEXT, {"stream_options": {"usage": True}}, 400, None, "stream_options.usage"),
+    (TEXT, {"stream_options": {"usage": True}}, 400, "stream_options.usage.[key]", "'include_us"),
     (TEXT, {"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
     (TEXT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "equal to 1"),
     (TEXT, {"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
@@ -256,7 +264,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"ban": ["b" * 257]}, 400, "ban.0", "at most 256 characters"),
     (TEXT, {"draft": "evil.py:Drafter"}, 400, "draft", "should be 'auto', 'none'"),
     (TEXT, {"draft": "model"}, 400, "draft_model", "needs draft_model"),
-    (TEXT, {"exit_layer": 5}, 400, None, "exit layer 5 is not in 1..4"),
+    (CHAT, {"messages": [said("a")], "exit_layer": 5}, 400, None, "exit layer 5 is not in 1..4"),
     (TEXT, {"draft": "lookup", "exit_layer": 4}, 400, "exit_layer", "has no effect with draft loo"),
     (TEXT, {"gamma": 33}, 400, "gamma", "less than or equal to 32"),
     *((TEXT, {name: 3}, 400, name, f"{name}: it is not supported, or") for name in (
@@ -268,7 +276,8 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"response_format": {"type": "json_schema"}}, 400, "response_format", "with a schema"),
     (TEXT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
      400, None, "JSON schema: Unimplemented keys"),
-    (TEXT, {"structured_outputs": {"json": "{"}}, 400, None, "Invalid JSON"),
+    (TEXT, {"structured_outputs": {"json": "{"}}, 400,
+     "structured_outputs.json.json[dict[str,any]]", "Invalid JSON"),
     (TEXT, {"structured_outputs": {"json": {"not": {}}}}, 400, None, "Unimplemented keys"),
     (TEXT, {"structured_outputs": {"regex": "("}}, 400, None, "regular expression: unclosed group"),
     (TEXT, {"structured_outputs": {"regex": "a", "json": {}}}, 400, None, "give one of"),
@@ -291,7 +300,7 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
         body = {**({"prompt": "a"} if path == TEXT else {}), **body, "stream": True}
     found, answer = served.ask(path, body)
     error = answer["error"]
-    assert found == status and (param is None or error["param"] == param)
+    assert found == status and error["param"] == param
     assert error["type"] == "invalid_request_error" and part in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert "\n" not in error["message"] and "--" not in error["message"]
@@ -335,13 +344,19 @@ def test_messages_may_be_in_parts_and_with_the_fields_of_answers(served: Served)
     answered = {"refusal": None, "tool_calls": None, "annotations": [], "name": "fox"}
     other = said([cached, {"type": "text", "text": "hen"}], **answered)
     first, second = (
-        begin(served.worker.session, ChatBody(messages=messages)).source.tokens
+        sample_of(served.worker.session, ChatBody(messages=messages)).source.tokens
         for messages in (
             [said("be brief", "system"), said("the hen")],
             [said("be brief", "developer"), other],
         )
     )
     assert first == second
+
+
+def test_no_option_of_a_request_names_a_file() -> None:
+    """Each is a number, a switch or one of a few words."""
+    options = {each.name: each.metadata for each in fields(Options)}
+    assert all(options[name]["type"] is not str or options[name]["choices"] for name in OPTIONS)
 
 
 VALUES = st.recursive(
@@ -363,7 +378,8 @@ def test_any_fields_are_a_text_or_a_refusal(
 ) -> None:
     prompt = {"messages": [said("the hen")]} if kind is ChatBody else {"prompt": "the hen"}
     try:
-        sample = begin(served.worker.session, kind.model_validate_json(json.dumps(body | prompt)))
+        body = kind.model_validate_json(json.dumps(body | prompt))
+        sample = sample_of(served.worker.session, body)
     except (InputError, ValidationError) as error:
         message, _ = complaint(error)
         assert message and "\n" not in message
@@ -458,13 +474,13 @@ def test_of_sixty_requests_at_once_two_retries_lose_none(
     coming = [(0.0, client, 2) for client in range(60)]
     while coming:
         now, client, retries = heappop(coming)
-        written = sum(job.since + seconds <= now for job in worker.jobs)
+        written = sum(job.began + seconds <= now for job in worker.jobs)
         del worker.jobs[:written]
         worker.pace = seconds if written else worker.pace
-        job = SimpleNamespace(is_abandoned=False, since=max(now, free[0]))
+        job = SimpleNamespace(is_abandoned=False, began=max(now, free[0]))
         try:
             Worker.enqueue(worker, job)
-            free = [*free[1:], job.since + seconds]
+            free = [*free[1:], job.began + seconds]
         except HTTPException as refused:
             assert retries, f"client {client} is lost"
             heappush(coming, (now + int(refused.headers["Retry-After"]), client, retries - 1))

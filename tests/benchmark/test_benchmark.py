@@ -14,7 +14,7 @@ from benchmark import sections, timing
 from benchmark.picture import picture
 from benchmark.ways import Written, find_drafts
 from decoding.rounds import Round
-from tests.calls import status_of
+from tests.calls import interrupted, status_of
 from tests.commands import Outcome
 from tests.folders import write_folder
 from tests.pictures import faults
@@ -31,7 +31,9 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of all sections, on short texts; in float32 transformers' texts are ours."""
+    """The report of all sections, on short texts; in float32 transformers' texts are ours. The run
+    is interrupted while it prints the last table, and writes its files all the same.
+    """
     place = tmp_path_factory.mktemp("report")
     files = "--json", str(place / "report.json"), "--plot", str(place / "report.svg")
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +41,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(sections, "LENGTHS", (8, 64, 2048))
         patch.setattr(sections, "TOGETHER", (1, 3))
         asked = [name for name in sections.SECTIONS if name != "context"]
-        assert command.main([*RUN.split(), *asked, "--context", "600", *files]) == 0
+        interrupted(patch, command, "table", len(sections.SECTIONS))
+        assert command.main([*RUN.split(), *asked, "--context", "600", *files]) == 130
     assert "<svg" in (place / "report.svg").read_text()
     return json.loads((place / "report.json").read_text())
 
@@ -93,7 +96,8 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a clock that only the ways move; each runs once before, untimed. "b" writes another text
-    than "plain" in one of three turns, and tells its own seconds, and its round.
+    than "plain" in one of three turns, and tells its own seconds, and its round. "c" tells none,
+    since its seconds are a difference.
     """
     clock = [0.0]
     calls = []
@@ -111,13 +115,19 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
         "plain": partial(write, "plain", 2.0, 7, None),
         "a": partial(write, "a", 1.0, 7, None),
         "b": partial(write, "b", 9.0, 8, 10.0),
+        "c": partial(write, "c", 9.0, 7, 0.0),
     }
     inputs = [(0, 1, 10), (1, 0, 10), (2, 1, 20)]
     rows = sections.compare(ways, inputs, torch.device("cpu"), ["x", "x", "y"])
-    turns = [{*calls[at : at + 3]} for at in (0, 3, 6, 9)]
+    turns = [{*calls[at : at + 4]} for at in (0, 4, 8, 12)]
     assert turns == [{(number, name) for name in ways} for number in (0, 0, 1, 2)]
-    assert [row["seconds"] for row in rows] == [[20, 20, 40], [10, 10, 20], [10, 10, 10]]
-    assert [row["equal"] for row in rows] == ["3/3", "3/3", "2/3"]
+    assert [row["seconds"] for row in rows] == [
+        [20, 20, 40],
+        [10, 10, 20],
+        [10, 10, 10],
+        [sections.LEAST_SECONDS] * 3,
+    ]
+    assert [row["equal"] for row in rows] == ["3/3", "3/3", "2/3", "3/3"]
     assert {row["repeated"] for row in rows} == {(6 + 6 + 16) / (7 + 7 + 17)}
     expected = {
         "x": 2,
@@ -131,12 +141,14 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
 
 
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
+    """No draft has a length of its own, so that an adaptive one has that of a user's."""
     folder = write_folder(tmp_path)
 
     def drafts(*exits: int, **plan: Any) -> list[str]:
         (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
         session = generate.load(str(folder), device="cpu", no_compile=True)
-        return [name for name in find_drafts(session, exits) if "adaptive" not in name]
+        found = find_drafts(session, exits).items()
+        return [name for name, each in found if "adaptive" not in name and each.gamma is None]
 
     assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "plan.json", "auto"]
     assert drafts(1, gamma=0) == ["lookup", "exit 1", "auto"]
@@ -144,12 +156,15 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_p
 
 BAD = {
     "--max-new-tokens 1": "argument --max-new-tokens: must be at least 2, found 1",
-    "--plot picture.gif": "--plot needs a name that ends in .svg or .png",
+    "--plot picture.gif": "argument --plot: must end in .svg or .png, found picture.gif",
     "--json no/such/folder/x.json": "no/such/folder",
     "--against vllm": "--against vllm: give transformers, or llama.cpp=FILE.gguf",
     "--against transformers --temperature 1": "--against measures greedy texts: leave out",
     "--exit-layer 99": "exit layer 99",
     "--shape lama-1b": "no shape is called 'lama-1b': give smollm2-135m, qwen3-0.6b",
+    "--shape qwen3-0.6b --rounds lama-1b": "no shape is called 'lama-1b'",
+    "--rounds qwen3-0.6b --draft-model x": "measure random weights: leave out --draft-model",
+    "--only costs --context 5000": "the prompt has 5018 tokens",
     "--model no-such": "no folder 'no-such'",
 }
 

@@ -13,6 +13,7 @@ PARTS = [
     ("Fails", ["ls", "no-such-file"], 60),
     ("Slow", ["sh", "-c", "echo slow; exec sleep 60"], 1),
     ("Missing", ["no-such-program"], 5),
+    ("Stubborn", ["sh", "-c", "exit 137"], 5),  # as of timeout where it has to kill
     ("Last", ["echo", "last"], 60),
 ]
 
@@ -23,10 +24,11 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
     monkeypatch.setattr(gpu_report, "pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(gpu_report, "parts", lambda model: PARTS)
     assert gpu_report.main(["--out", str(tmp_path / "report.md")]) == 0
-    _, fails, slow, missing, last = (tmp_path / "report.md").read_text().split("\n## ")
+    _, fails, slow, missing, stubborn, last = (tmp_path / "report.md").read_text().split("\n## ")
     assert fails.startswith("Fails: failed with status 2\n") and "No such file" in fails
     assert slow.startswith("Slow: took too long\n") and "\nslow\n" in slow
     assert missing.startswith("Missing: could not start\n")
+    assert stubborn.startswith("Stubborn: took too long\n")
     assert last.startswith("Last: worked\n") and "\nlast\n" in last
 
 

@@ -44,10 +44,10 @@ def check(session: Session, ids: list[int], given: dict[str, Any], tokens: int =
     ]
     if (session.folder / "plan.json").exists():
         ways.append({"draft": "skip", "gamma": 4})
-    texts = []
-    for way in ways:
-        options = session.options.merged(given | {"max_new_tokens": tokens}).merged(way)
-        texts.append(session.finish(session.begin(ids, options)))
+    given = given | {"max_new_tokens": tokens}
+    texts = [
+        session.finish(session.begin(ids, session.options.merged(given | way))) for way in ways
+    ]
     assert [text.tokens for text in texts] == [texts[0].tokens] * len(ways)
     return texts[0].text
 
@@ -90,5 +90,6 @@ def test_speculated_text_under_a_schema_is_plain_text_and_valid(
     asked = read_json(SCHEMAS)[name]
     session = load(str(smollm2), json_schema=asked["schema"])
     text = check(session, session.encode(asked["request"]), style, 160)
-    checker = jsonschema.FormatChecker()
-    jsonschema.validate(json.loads(text), asked["schema"], format_checker=checker)
+    jsonschema.validate(
+        json.loads(text), asked["schema"], format_checker=jsonschema.FormatChecker()
+    )

@@ -17,23 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.drafters import Drafter
+from decoding import drafters, policies, sampling
 from decoding.grammar import ForcedTokens, Grammar, Vocabulary
-from decoding.policies import AdaptiveExit, FixedLength, Policy
-from decoding.proof.enumeration import output_law, total_variation
-from decoding.proof.loop_law import Setup, run_loop
-from decoding.proof.plain_law import Request, plain_law
-from decoding.proof.table_model import TEXTS, TableModel
+from decoding.proof import enumeration, loop_law, plain_law, table_model
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
-from decoding.sampling import SamplingParams
 from model.cache import KVCache
 from tests.calls import recorded
 from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
-TOKENS = TEXTS[: EOS + 1]
+TOKENS = table_model.TEXTS[: EOS + 1]
 LONGEST = 10  # bytes of the strings by which a language is enumerated, more than any text here has
 
 
@@ -62,11 +57,11 @@ GRAMMARS: dict[str, tuple[str, str]] = {
     "nested": ("lark", 'start: "a" start "b" | "c"'),
 }
 PARAMS = [
-    SamplingParams(1.0),
-    SamplingParams(0.0),
-    SamplingParams(0.7, top_k=2),
-    SamplingParams(1.0, repetition_penalty=1.4),
-    SamplingParams(1.2, min_p=0.2),
+    sampling.SamplingParams(1.0),
+    sampling.SamplingParams(0.0),
+    sampling.SamplingParams(0.7, top_k=2),
+    sampling.SamplingParams(1.0, repetition_penalty=1.4),
+    sampling.SamplingParams(1.2, min_p=0.2),
 ]
 STOPS: list[dict[str, Any]] = [
     {},
@@ -74,9 +69,9 @@ STOPS: list[dict[str, Any]] = [
     {"banned": ("bb",), "max_new_tokens": 2},
     {"banned": ("aa", "ca"), "max_new_tokens": 2, "stop_strings": ("c",)},
 ]
-POLICIES: list[Callable[[], Policy]] = [
-    lambda: FixedLength(2),
-    lambda: FixedLength(3),
+POLICIES: list[Callable[[], policies.Policy]] = [
+    lambda: policies.FixedLength(2),
+    lambda: policies.FixedLength(3),
     lambda: QuickExit(0.45, 3, step=0.3),
 ]
 
@@ -86,25 +81,23 @@ def grammar(name: str) -> Grammar:
     return Grammar(*GRAMMARS[name], VOCABULARY)
 
 
-def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], Drafter]:
+def under_grammar(name: str, inner: str) -> Callable[[Any, KVCache], drafters.Drafter]:
     """Forced tokens of the grammar, and elsewhere the drafts of the inner drafter."""
-
-    def make(model: Any, cache: KVCache) -> Drafter:
-        return ForcedTokens(TABLE_DRAFTERS[inner](model, cache), grammar(name)(1))
-
-    return make
+    return lambda model, cache: ForcedTokens(TABLE_DRAFTERS[inner](model, cache), grammar(name)(1))
 
 
-def table(seed: str) -> TableModel:
+def table(seed: str) -> table_model.TableModel:
     return random_tables(Random(seed).getrandbits(32), 7, 5)
 
 
-def request(name: str, number: int = 0) -> Request:
+def request(name: str, number: int = 0) -> plain_law.Request:
     """A request under a grammar, with other parameters and stops for each number."""
     more = {"max_new_tokens": 3} | STOPS[number % len(STOPS)]
     constraints = (grammar(name)(1),)
     params = PARAMS[number % len(PARAMS)]
-    return Request(params=params, eos_ids=frozenset({EOS}), constraints=constraints, **more)
+    return plain_law.Request(
+        params=params, eos_ids=frozenset({EOS}), constraints=constraints, **more
+    )
 
 
 @pytest.mark.parametrize("numbers", [range(4), pytest.param(range(4, 64), marks=pytest.mark.prove)])
@@ -116,10 +109,10 @@ def test_the_law_is_plain_constrained_samplings(
     """Its constraint knows the strings of the language, and not the library."""
     for number in numbers:
         asked, model = request(name, number), table(f"{name} {drafter} {number}")
-        setup = Setup(under_grammar(name, drafter), POLICIES[number % 3])
+        setup = loop_law.Setup(under_grammar(name, drafter), POLICIES[number % 3])
         known = replace(asked, constraints=(of_language(name),))
-        law = output_law(partial(run_loop, model, asked, setup))
-        assert total_variation(law, plain_law(model, known)) < EXACT
+        law = enumeration.output_law(partial(loop_law.run_loop, model, asked, setup))
+        assert enumeration.total_variation(law, plain_law.plain_law(model, known)) < EXACT
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -127,9 +120,9 @@ def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
     for number in range(20):
         asked, model = request(name, number), table(f"{name} {number}")
         policy = POLICIES[number % 3]
-        setups = [Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
+        setups = [loop_law.Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
         randomness = KeyedRandomness(number)
-        texts = {run_loop(model, asked, each, randomness, rule="race") for each in setups}
+        texts = {loop_law.run_loop(model, asked, each, randomness, rule="race") for each in setups}
         assert len(texts) == 1
 
 
@@ -199,12 +192,12 @@ def test_the_masks_are_freed_with_their_text() -> None:
 def test_forced_tokens_are_drafted_without_a_model_and_accepted(
     name: str, drafter: str, first: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = recorded(monkeypatch, TableModel, "__call__", lambda *given: given[4:])
+    plans = recorded(monkeypatch, table_model.TableModel, "__call__", lambda *given: given[4:])
     rounds: list[Round] = []
-    policy = AdaptiveExit(0.5, 6)
-    setup = Setup(under_grammar(name, drafter), lambda: policy)
+    policy = policies.AdaptiveExit(0.5, 6)
+    setup = loop_law.Setup(under_grammar(name, drafter), lambda: policy)
     asked = replace(request(name), max_new_tokens=8)
-    run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
+    loop_law.run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
     assert rounds[0].drafted[: len(first)] == first and rounds[0].accepted
     assert {*plans} == {()}, "the target alone was called"
     assert (policy.rate, policy.threshold) == (0.0, 0.5), "nothing is learned of a model's drafts"
@@ -212,34 +205,47 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(
 
 # ---- what a user may give ----
 
-BAD = [
-    ("json_schema", "{", "the JSON schema is no JSON"),
-    ("json_schema", '{"const": NaN}', "the JSON schema is no JSON: NaN is no finite number"),
-    ("json_schema", '{"enum": [1e400]}', "the JSON schema is no JSON: 1e400 is no finite number"),
-    ("json_schema", "[]", "the JSON schema: a schema is an object"),
-    ("json_schema", '{"type": "nope"}', "the JSON schema: Invalid type: nope"),
-    ("json_schema", '{"enum": []}', "the JSON schema: Unsatisfiable schema"),
-    ("json_schema", '{"not": {}}', 'the JSON schema: Unimplemented keys: ["not"]'),
-    (
-        "json_schema",
-        '{"uniqueItems": true}',
-        'the JSON schema: Unimplemented keys: ["uniqueItems"]',
-    ),
-    ("json_schema", '{"const": "\\ud800"}', "the JSON schema is not supported"),
-    ("json_schema", '{"$ref": "#"}', "the JSON schema: no text satisfies it"),
-    ("json_schema", '{"$ref": "#/$defs/x"}', "the JSON schema: Pointer '/$defs/x' does not exist"),
-    ("regex", "(", "the regular expression: unclosed group"),
-    ("regex", "a\\", "the regular expression ends in a backslash that escapes nothing"),
-    ("regex", "(?=a)b", "the regular expression: look-around"),
-    ("regex", "", "the regular expression: only the empty text satisfies it"),
-    ("regex", "x", "the regular expression: it forces a byte that no token of the model writes"),
-    ("regex", "x|y", "the regular expression: no text satisfies it"),
-    ("lark", "start: foo", 'the Lark grammar: at 1(8): unknown name: "foo"'),
-    ("lark", "", "the Lark grammar: Empty grammar"),
-]
 
-
-@pytest.mark.parametrize(("kind", "source", "message"), BAD)
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("json_schema", "{", "the JSON schema is no JSON"),
+        ("json_schema", '{"const": NaN}', "the JSON schema is no JSON: NaN is no finite number"),
+        (
+            "json_schema",
+            '{"enum": [1e400]}',
+            "the JSON schema is no JSON: 1e400 is no finite number",
+        ),
+        ("json_schema", "[]", "the JSON schema: a schema is an object"),
+        ("json_schema", '{"type": "nope"}', "the JSON schema: Invalid type: nope"),
+        ("json_schema", '{"enum": []}', "the JSON schema: Unsatisfiable schema"),
+        ("json_schema", '{"not": {}}', 'the JSON schema: Unimplemented keys: ["not"]'),
+        (
+            "json_schema",
+            '{"uniqueItems": true}',
+            'the JSON schema: Unimplemented keys: ["uniqueItems"]',
+        ),
+        ("json_schema", '{"const": "\\ud800"}', "the JSON schema is not supported"),
+        ("json_schema", '{"$ref": "#"}', "the JSON schema: no text satisfies it"),
+        (
+            "json_schema",
+            '{"$ref": "#/$defs/x"}',
+            "the JSON schema: Pointer '/$defs/x' does not exist",
+        ),
+        ("regex", "(", "the regular expression: unclosed group"),
+        ("regex", "a\\", "the regular expression ends in a backslash that escapes nothing"),
+        ("regex", "(?=a)b", "the regular expression: look-around"),
+        ("regex", "", "the regular expression: only the empty text satisfies it"),
+        (
+            "regex",
+            "x",
+            "the regular expression: it forces a byte that no token of the model writes",
+        ),
+        ("regex", "x|y", "the regular expression: no text satisfies it"),
+        ("lark", "start: foo", 'the Lark grammar: at 1(8): unknown name: "foo"'),
+        ("lark", "", "the Lark grammar: Empty grammar"),
+    ],
+)
 def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message: str) -> None:
     assert refusal(Grammar, kind, source, VOCABULARY).startswith(message)
 

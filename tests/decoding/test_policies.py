@@ -71,9 +71,6 @@ class Always:
             drafted.append(0)
         return draft_of(text, drafted)
 
-    def rollback(self, length: int) -> None:
-        pass
-
 
 def auto(step: float, row: float = 0.05, credit: float = math.inf, **more: Any) -> Auto:
     """The choice between a model and a lookup, at these costs in plain steps."""

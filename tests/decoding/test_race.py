@@ -1,5 +1,5 @@
-"""The exponential race: its law is plain sampling's, and the seed determines the text under any
-draft.
+"""Random numbers of production, which the enumerator replaces in every other proof: the exponential
+race, under which the seed determines the text under any draft, and uniform numbers.
 """
 
 import math
@@ -9,32 +9,23 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import decoding.race
-from decoding import verify
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from decoding.proof.enumeration import RaceEnumerator, output_law
-from decoding.proof.loop_law import Setup, bias, run_loop
+from decoding import policies, race, sampling, verify
+from decoding.proof import enumeration, loop_law, table_model
 from decoding.proof.plain_law import Request
-from decoding.proof.table_model import TableModel
-from decoding.race import FEW, GOLDEN, all_exponentials, hashed, mix, race_at, signed
-from decoding.randomness import KeyedRandomness, Place, Randomness
+from decoding.randomness import KeyedRandomness, Place, Randomness, SeededRandomness, inverse_cdf
 from decoding.rounds import Round
-from decoding.sampling import SamplingParams
-from decoding.speculate import speculate
-from decoding.text import Rules, Text
-from model.decoder import Decoder
 from tests.configs import FAMILIES
 from tests.laws import (
     FALSE_ALARM,
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
     chi_square_p_value,
-    prefilled,
     random_tables,
+    scripted,
     tiny_model,
 )
 
@@ -46,16 +37,18 @@ def no_three_alike(tokens: Sequence[int], vocab: int = 2) -> Tensor:
 
 
 POLICIES = {
-    "fixed": lambda: FixedLength(2),
-    "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
-    "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
+    "fixed": lambda: policies.FixedLength(2),
+    "adaptive": lambda: policies.AdaptiveExit(0.55, 2, step=0.3),
+    "gate": lambda: policies.ConfidenceGate(policies.FixedLength(2), 0.5),
 }
 REQUESTS = {
     "free": Request(max_new_tokens=4),
     "eos": Request(max_new_tokens=4, eos_ids=frozenset({1})),
     "stop": Request(max_new_tokens=4, stop_strings=("ba",)),
-    "temperature": Request(params=SamplingParams(0.6, top_p=0.9), max_new_tokens=4),
-    "penalty": Request(params=SamplingParams(1.0, 0, 1, 0, 1.5, 0.7, 0.4), max_new_tokens=4),
+    "temperature": Request(params=sampling.SamplingParams(0.6, top_p=0.9), max_new_tokens=4),
+    "penalty": Request(
+        params=sampling.SamplingParams(1.0, 0, 1, 0, 1.5, 0.7, 0.4), max_new_tokens=4
+    ),
     "constraint": Request(max_new_tokens=4, constraints=(no_three_alike,)),
     "banned": Request(max_new_tokens=3, banned=("ab",)),
     "banned, two words": Request(max_new_tokens=2, banned=("bb", "aaa")),
@@ -69,31 +62,34 @@ REQUESTS = {
 def test_the_loops_whole_law_is_plain_samplings(case: str, drafter: str, policy: str) -> None:
     """By enumeration: the draws on a path split the interval of the random number at each place."""
     model = random_tables(Random(f"{case} {drafter} {policy}").getrandbits(32), 5, 2)
-    setup = Setup(TABLE_DRAFTERS[drafter], POLICIES[policy])
-    assert bias(model, REQUESTS[case], setup, "race") < 1e-9
+    setup = loop_law.Setup(TABLE_DRAFTERS[drafter], POLICIES[policy])
+    assert loop_law.bias(model, REQUESTS[case], setup, "race") < 1e-9
 
 
 def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
     """Two equally likely tokens a, b, with "ab" banned: aa 1/4, ba 3/8, bb 3/8. With the old E:
     1/4, 1/4, 1/2.
     """
-    fair = TableModel(torch.full((4, 2), 0.5, dtype=torch.float64))
+    fair = table_model.TableModel(torch.full((4, 2), 0.5, dtype=torch.float64))
     request = Request(prompt=(1,), max_new_tokens=2, banned=("ab",))
 
     def tokens(randomness: Randomness) -> tuple[int, ...]:
-        return run_loop(fair, request, Setup(), randomness, rule="race")[0]
+        return loop_law.run_loop(fair, request, loop_law.Setup(), randomness, rule="race")[0]
 
-    assert output_law(tokens, RaceEnumerator) == {
+    assert enumeration.output_law(tokens, enumeration.RaceEnumerator) == {
         (0, 0): pytest.approx(0.25),
         (1, 0): pytest.approx(0.375),
         (1, 1): pytest.approx(0.375),
     }
 
 
+# The exponentials of the race
+
+
 def complements_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
     """1 - u of every id at a place, ``[vocab]``, in units of 2⁻⁵³."""
-    key = signed(mix(randomness.key, *place))
-    return decoding.race.complements(hashed(torch.arange(vocab) * signed(GOLDEN) + key))
+    key = race.signed(race.mix(randomness.key, *place))
+    return race.complements(race.hashed(torch.arange(vocab) * race.signed(race.GOLDEN) + key))
 
 
 def test_exponentials_are_independent_between_places_seeds_and_samples() -> None:
@@ -128,18 +124,21 @@ def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() ->
 def test_the_hash_is_splitmix64() -> None:
     """From state 0 it begins with these numbers (the published test vector)."""
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    found = hashed(torch.arange(1, 4) * signed(GOLDEN))
+    found = race.hashed(torch.arange(1, 4) * race.signed(race.GOLDEN))
     assert [number % 2**64 for number in found.tolist()] == expected
 
 
 def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where u = 1 throughout, so that every E is 0."""
     monkeypatch.setattr("decoding.race.hashed", lambda counters: counters * 0 - 1)
-    monkeypatch.setattr("decoding.race.all_exponentials", all_exponentials.__wrapped__)
-    for possible in ([0.0, 0.5, 0.5], [0.0, *torch.full((FEW + 9,), 1 / FEW / 2), 0.0, 0.5]):
+    monkeypatch.setattr("decoding.race.all_exponentials", race.all_exponentials.__wrapped__)
+    for possible in (
+        [0.0, 0.5, 0.5],
+        [0.0, *torch.full((race.FEW + 9,), 1 / race.FEW / 2), 0.0, 0.5],
+    ):
         probs = torch.tensor(possible)
         assert KeyedRandomness(0).draw(probs, Place(0)).item() == 1
-        assert race_at(probs[None], torch.tensor([0])).item() == 1
+        assert race.race_at(probs[None], torch.tensor([0])).item() == 1
 
 
 def test_where_no_token_is_possible_none_is_accepted() -> None:
@@ -150,7 +149,7 @@ def test_where_no_token_is_possible_none_is_accepted() -> None:
     assert verify.verify_by_race(zeros, zeros[1:], drawn[None], *rest)[0] == 0
 
 
-@pytest.mark.parametrize("kept", [1, 3, 60, FEW, FEW + 1, 49152])
+@pytest.mark.parametrize("kept", [1, 3, 60, race.FEW, race.FEW + 1, 49152])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 3.0, 10.0])
 def test_few_exponentials_name_the_winners_of_all(kept: int, spread: float) -> None:
     """Of likely tokens alone, or of likely and unlikely ones; in rows from flat to peaked. The rows
@@ -162,32 +161,10 @@ def test_few_exponentials_name_the_winners_of_all(kept: int, spread: float) -> N
     for row in rows:
         row[torch.randperm(vocab, generator=generator)[kept:]] = 0
     winners = randomness.draw_each(rows, Place(5, 1))
-    keys = torch.tensor([signed(mix(randomness.key, 5 + at, 1)) for at in range(12)])
-    assert torch.equal(winners, race_at(rows, keys))
-    unlikely = (rows.gather(1, winners[:, None]) < 1 / FEW).any()
-    assert spread > 1 or kept <= FEW or unlikely, "no unlikely token has won"
-
-
-VOCAB = 7
-
-
-def write(
-    model: Decoder,
-    rules: Rules,
-    params: SamplingParams,
-    kind: str,
-    policy: Policy,
-    seed: int,
-    sample: int = 0,
-) -> Text:
-    """Text of this sample, written by the production loop under the race."""
-    text = Text([1, 2, 3], rules, model, lambda token: b"abcdefg"[token : token + 1])
-    rule = verify.Rule("race", seed, sample)
-    cache = prefilled(model, text.tokens)
-    drafter = REAL_DRAFTERS[kind](model, cache)
-    how = policy, params, rule.randomness(), rule.verify
-    list(speculate(model, cache, text, drafter, *how))
-    return text
+    keys = torch.tensor([race.signed(race.mix(randomness.key, 5 + at, 1)) for at in range(12)])
+    assert torch.equal(winners, race.race_at(rows, keys))
+    unlikely = (rows.gather(1, winners[:, None]) < 1 / race.FEW).any()
+    assert spread > 1 or kept <= race.FEW or unlikely, "no unlikely token has won"
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -199,16 +176,16 @@ def write(
     kind=st.sampled_from([*REAL_DRAFTERS]),
     policy=st.sampled_from([*POLICIES]),
     params=st.builds(
-        SamplingParams,
+        sampling.SamplingParams,
         st.sampled_from([0.0, 0.3, 0.8, 1.0, 1.7]),
         st.sampled_from([0, 3]),
         st.sampled_from([1.0, 0.8]),
         st.sampled_from([0.0, 0.1]),
         st.sampled_from([1.0, 1.4]),
     ),
-    stops=st.lists(st.sampled_from(["ab", "g", "cc"]), max_size=2),
-    banned=st.lists(st.sampled_from(["aa", "bc", "d", "ef", "ga"]), max_size=3),
-    eos=st.sets(st.integers(0, VOCAB - 1), max_size=1),
+    stops=st.lists(st.sampled_from(["ba", "d", "cc"]), max_size=2),
+    banned=st.lists(st.sampled_from(["aa", "bc", "d", "abd", "ca"]), max_size=3),
+    eos=st.sets(st.integers(0, 5), max_size=1),
     constrained=st.booleans(),
 )
 def test_the_seed_determines_the_text_under_any_draft(
@@ -218,19 +195,25 @@ def test_the_seed_determines_the_text_under_any_draft(
     sample: int,
     kind: str,
     policy: str,
-    params: SamplingParams,
+    params: sampling.SamplingParams,
     stops: list[str],
     banned: list[str],
     eos: set[int],
     constrained: bool,
 ) -> None:
     """In float64, token for token plain decoding's, for any rules, parameters and samples."""
-    model = tiny_model(family, vocab=VOCAB, seed=model_seed)
-    constraints = [partial(no_three_alike, vocab=VOCAB)] * constrained
-    rules = Rules(16, frozenset(eos), stops, banned, constraints)
-    speculated = write(model, rules, params, kind, POLICIES[policy](), seed, sample)
-    plain = write(model, rules, params, "none", FixedLength(0), seed, sample)
-    assert (speculated.generated, speculated.finish) == (plain.generated, plain.finish)
+    model = tiny_model(family, vocab=6, seed=model_seed)
+    constraints = [partial(no_three_alike, vocab=6)] * constrained
+    request = Request(16, frozenset(eos), stops, banned, constraints, (1, 2, 3), params)
+    randomness = KeyedRandomness(seed, sample=sample)
+    speculated, plain = (
+        loop_law.run_loop(model, request, setup, randomness, rule="race")
+        for setup in (
+            loop_law.Setup(REAL_DRAFTERS[kind], POLICIES[policy]),
+            loop_law.Setup(REAL_DRAFTERS["none"]),
+        )
+    )
+    assert speculated == plain
 
 
 def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
@@ -243,8 +226,8 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     assert shared - sum(a * b for a, b in zip(p, q, strict=True)) > 0.1
     for seed in range(runs):
         rounds: list[Round] = []
-        setup = Setup(policy=lambda: FixedLength(1))
-        run_loop(model, request, setup, KeyedRandomness(seed), rounds, "race")
+        setup = loop_law.Setup(policy=lambda: policies.FixedLength(1))
+        loop_law.run_loop(model, request, setup, KeyedRandomness(seed), rounds, "race")
         accepted += rounds[0].accepted
     assert abs(accepted / runs - shared) < 5 * math.sqrt(shared * (1 - shared) / runs)
 
@@ -265,3 +248,99 @@ def test_over_seeds_the_first_token_has_the_targets_law(name: str) -> None:
         counts[drafted if accepted else token] += 1
     found, expected = (each.unflatten(0, (-1, 6)).sum(0) for each in (counts, p.double()))
     assert chi_square_p_value(found, expected) > FALSE_ALARM
+
+
+# Uniform numbers
+
+JUST_BELOW_1 = math.nextafter(1.0, 0.0)
+
+
+def test_seeds_that_agree_in_32_bits_and_samples_of_one_seed_draw_differently() -> None:
+    """A generator on the CPU uses only 32 bits of its seed."""
+    streams = [
+        SeededRandomness(seed, sample=sample) for seed in (1, 1 + 2**32, 2**63) for sample in (0, 1)
+    ]
+    assert len({tuple(stream.uniform(3).tolist()) for stream in streams}) == len(streams)
+
+
+def test_u_zero_accepts_nothing_impossible() -> None:
+    """And u just below 1 accepts only the certain."""
+    for u, probs, accepted in (
+        (0.0, [0.0, 1e-30, 1.0], [False, True, True]),
+        (JUST_BELOW_1, [1.0, 1.5, math.inf, 0.999], [True, True, True, False]),
+    ):
+        found = scripted(*[u] * len(probs)).accept(torch.tensor(probs, dtype=torch.float64))
+        assert found.tolist() == accepted
+
+
+@pytest.mark.parametrize(
+    ("weights", "tokens"),
+    [
+        (
+            [0.25, 0.0, 0.5, 0.25],
+            {0.0: 0, 0.2499: 0, 0.25: 2, 0.7499: 2, 0.75: 3, JUST_BELOW_1: 3},
+        ),
+        ([3e-5, 0.0, 1e-5], {0.0: 0, 0.7: 0, 0.8: 2}),
+    ],
+    ids=["probabilities", "weights that do not sum to 1"],
+)
+def test_a_draw_inverts_the_cumulative_distribution(
+    weights: list[float], tokens: dict[float, int]
+) -> None:
+    for u, token in tokens.items():
+        assert scripted(u).draw(torch.tensor(weights, dtype=torch.float64), Place(0)) == token
+
+
+SLIP = 2.0**-50  # possible error of a parallel prefix sum, relative to the total
+weights = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.25, 1 / 3, 1.0, 1e-3, 1e-17])
+slips = st.sampled_from([-SLIP, 0.0, 0.0, SLIP])
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(weights, slips), min_size=6, max_size=6).filter(
+            lambda row: any(w for w, _ in row)
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    edge=st.integers(0, 5),
+    beside=st.sampled_from([-SLIP, -SLIP / 4, 0.0, SLIP / 4]),
+)
+# the sum rises at a zero, on u
+@example(rows=[[(0.25, -SLIP), (0.0, SLIP), (0.75, 0.0)]], edge=0, beside=0.0)
+# and at the end
+@example(rows=[[(0.25, 0.0), (0.75, -SLIP), (0.0, 0.0)]], edge=1, beside=-SLIP / 4)
+@example(rows=[[(0.0, SLIP), (1.0, 0.0), (0.0, 0.0)]], edge=0, beside=0.0)  # and at the beginning
+def test_prefix_sums_that_are_not_monotone_never_give_a_token_of_probability_zero(
+    rows: list[list[tuple[float, float]]], edge: int, beside: float
+) -> None:
+    """As on a GPU: u is placed on an edge between two tokens, where the error of the sum
+    decides.
+    """
+    probs, slip = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    exact = probs.cumsum(-1)
+    total = exact[:, -1]
+    uniform = (exact[:, min(edge, exact.shape[1] - 1)] / total + beside).clamp(0, JUST_BELOW_1)
+    with pytest.MonkeyPatch.context() as patch:
+        sums = exact + slip * total[:, None]
+        patch.setattr("decoding.randomness.running_sums", lambda probs: sums)
+        tokens = inverse_cdf(probs, uniform)
+    for row, token in enumerate(tokens.tolist()):
+        point, reach = uniform[row] * total[row], 3 * SLIP * total[row]
+        assert probs[row, token] > 0
+        inside = exact[row, token] - probs[row, token] - reach <= point <= exact[row, token] + reach
+        on_an_edge = ((exact[row] - point).abs() <= reach).any() or point <= reach
+        assert inside or (on_an_edge and probs[row, token] == probs[row].max())
+
+
+def test_tosses_are_independent_within_a_call_and_between_calls() -> None:
+    """Every pattern of two calls with two events of probability 1/2 is equally likely: no number is
+    used twice.
+    """
+    randomness = SeededRandomness(2)
+    half = torch.tensor([0.5, 0.5])
+    calls = [torch.cat((randomness.accept(half), randomness.accept(half))) for _ in range(4000)]
+    patterns = (torch.stack(calls).long() * torch.tensor([8, 4, 2, 1])).sum(1)
+    counts = torch.bincount(patterns, minlength=16)
+    assert chi_square_p_value(counts, torch.full((16,), 1 / 16)) > FALSE_ALARM

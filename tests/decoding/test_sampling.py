@@ -1,8 +1,11 @@
-"""``distribution`` equals transformers' processors, row by row, also at the edges."""
+"""``distribution`` equals transformers' processors, row by row, also at the edges; and rows are
+computed on a GPU as on a CPU.
+"""
 
 import math
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +21,15 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from decoding.race import race_at
+from decoding.rows import (
+    ADDED,
+    COMPARED,
+    by_compiled_code,
+    compute,
+    first_least,
+    running_sums,
+)
 from decoding.sampling import SamplingParams, distribution, probabilities
 from tests.refusal import refusal
 
@@ -96,16 +108,14 @@ def test_a_temperature_towards_zero_tends_to_greedy_and_never_to_nan(
     row: list[float], temperature: float
 ) -> None:
     """Ties share the probability evenly in the limit; without ties it is greedy decoding's
-    one-hot.
+    one-hot. Half-precision logits give float32 probabilities.
     """
-    best = [score == max(row) for score in row]
-    for dtype in (torch.float32, torch.float64):
-        probs = distribution(
-            torch.tensor([row], dtype=dtype), torch.tensor([0]), SamplingParams(temperature)
-        )[0]
-        torch.testing.assert_close(
-            probs, torch.tensor(best).to(dtype) / sum(best), rtol=0, atol=1e-7
-        )
+    best = torch.tensor(row) == max(row)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        logits = torch.tensor([row], dtype=dtype)
+        probs = distribution(logits, torch.tensor([0]), SamplingParams(temperature))[0]
+        expected = (best / best.sum()).to(torch.promote_types(dtype, torch.float32))
+        torch.testing.assert_close(probs, expected, rtol=0, atol=1e-7)
 
 
 @given(row=rows, params=params, forbidden=st.sets(st.integers(0, VOCAB - 1), min_size=1))
@@ -143,14 +153,6 @@ def test_a_row_with_a_non_finite_number_or_without_a_possible_token_is_all_zeros
     assert found[0].tolist() == [0.0, 0.0] and found[1].sum().item() == pytest.approx(1.0)
 
 
-def test_half_precision_logits_give_float32_probabilities_and_float64_stays() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        probs = distribution(
-            torch.tensor([[1.0, 2.0]], dtype=dtype), torch.tensor([0]), SamplingParams(1.0)
-        )
-        assert probs.dtype == (dtype if dtype == torch.float64 else torch.float32)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -169,21 +171,22 @@ def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float
     assert next(iter(wrong)).replace("_", "-") in refusal(SamplingParams, **wrong)
 
 
-LARGE = [
-    SamplingParams(),
-    SamplingParams(0.7),
-    *(SamplingParams(1.0, top_p=top_p) for top_p in (0.05, 0.5, 0.9, 0.99, 0.9999999)),
-    *(SamplingParams(temperature, top_p=0.9) for temperature in (0.1, 0.7, 3.0, 50.0)),
-    SamplingParams(0.7, top_k=40),
-    SamplingParams(5.0, top_k=9000, top_p=0.8),
-    SamplingParams(1.0, min_p=0.001),
-    SamplingParams(2.0, min_p=1e-9),
-    SamplingParams(0.7, 50, 0.9, 0.05),
-    SamplingParams(3.0, 0, 0.95, 0.01),
-]
-
-
-@pytest.mark.parametrize("params", LARGE, ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(0.7),
+        *(SamplingParams(1.0, top_p=top_p) for top_p in (0.05, 0.5, 0.9, 0.99, 0.9999999)),
+        *(SamplingParams(temperature, top_p=0.9) for temperature in (0.1, 0.7, 3.0, 50.0)),
+        SamplingParams(0.7, top_k=40),
+        SamplingParams(5.0, top_k=9000, top_p=0.8),
+        SamplingParams(1.0, min_p=0.001),
+        SamplingParams(2.0, min_p=1e-9),
+        SamplingParams(0.7, 50, 0.9, 0.05),
+        SamplingParams(3.0, 0, 0.95, 0.01),
+    ],
+    ids=str,
+)
 def test_a_cpu_draws_from_the_distribution_of_a_gpu(params: SamplingParams) -> None:
     """On a CPU the filters see few tokens of a large vocabulary, on a GPU all of them."""
     generator = torch.Generator().manual_seed(3)
@@ -216,3 +219,68 @@ def test_the_tokens_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
         drawn = partial(distribution, weights.log()[None], torch.tensor([0]), params)
         assert torch.equal(on_threads(1, drawn), on_threads(2, drawn))
     torch.set_num_threads(threads)
+
+
+# Rows as a GPU computes them: reductions in two levels, and compiled code
+
+SIZES = (1, COMPARED - 1, COMPARED + 1, 3 * COMPARED, ADDED + 1, 2 * ADDED, 128256)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_of_the_least_numbers_is_that_of_argmin(size: int) -> None:
+    """With many ties, and with infinities; a row of these gives a place within the row."""
+    numbers = torch.randint(9, (4, size), generator=torch.Generator().manual_seed(size)).double()
+    numbers[0, numbers[0] > 4] = math.inf
+    numbers[1] = -numbers[1]
+    numbers[3] = math.inf
+    found = first_least(numbers)
+    assert torch.equal(found[:3], numbers[:3].argmin(-1)) and 0 <= found[3] < size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_running_sums_are_cumulative_and_never_fall(size: int) -> None:
+    """Numbers without rounding errors have the sums of torch. The sums of others do not fall, and
+    stay where a number is 0.
+    """
+    whole = torch.randint(9, (3, size), generator=torch.Generator().manual_seed(size)).double()
+    assert torch.equal(running_sums(whole), whole.cumsum(-1))
+    steps = running_sums(whole / 7).diff()
+    assert (steps >= 0).all() and not steps[whole[:, 1:] == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        (probabilities, (None, None, None, None)),
+        (probabilities, (0.7, 0.9, 0.1, 5.0)),
+        (race_at, (torch.arange(5),)),
+    ],
+    ids=["greedy", "filters", "race"],
+)
+@torch.inference_mode()
+def test_sampling_is_one_graph_for_any_rows_and_numbers(
+    function: Callable[..., Tensor], more: tuple[object, ...]
+) -> None:
+    torch._dynamo.reset()
+    backend = Mock(side_effect=lambda graph, inputs: graph.forward)
+    code = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    probs = torch.rand(5, 300, generator=torch.Generator().manual_seed(2))
+    for count in (5, 1, 3):
+        given = [
+            each[:count].clone() if isinstance(each, Tensor) else each and each / count
+            for each in more
+        ]
+        found = by_compiled_code(code, probs[:count], *given)
+        assert torch.equal(found, function(probs[:count], *given))
+    assert backend.call_count == 1
+
+
+def test_a_function_that_does_not_compile_is_called_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("decoding.rows.NOT_COMPILED", set())
+    monkeypatch.setattr("decoding.rows.compiled", Mock(side_effect=RuntimeError("no\n Triton")))
+    given = torch.empty(2, 9, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    for _ in range(2):
+        assert compute(race_at, *given).shape == (2,)
+    assert caplog.messages == ["[race_at runs uncompiled: RuntimeError: no Triton]"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from app.characters import TextStream
 from decoding.rounds import Round, Statistics
-from decoding.text import Rules, Text
+from decoding.text import Rules
 from tests.laws import text_of
 
 PIECES = [
@@ -23,14 +23,6 @@ PIECES = [
     b"\xa6\x8a",
 ]
 words = st.lists(st.sampled_from(["a", "ab", "aba", "bb", "é", "bé", "🦊"]), max_size=3)
-
-
-def piece(token: int) -> bytes:
-    return PIECES[token]
-
-
-def text_after(prompt: list[int], rules: Rules) -> Text:
-    return text_of(prompt, rules, piece, vocab=len(PIECES))
 
 
 @given(
@@ -53,7 +45,8 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
     """For any bans, stops, rounds and tokenisation. A token forbidden where it is wanted is
     replaced by another.
     """
-    text = text_after(prompt, Rules(len(wanted), frozenset(eos), stops, banned))
+    rules = Rules(len(wanted), frozenset(eos), stops, banned)
+    text = text_of(prompt, rules, PIECES.__getitem__, vocab=len(PIECES))
     stream, shown, left = TextStream(text), "", list(wanted)
     for count in groups * 3:
         round = left[:count] or [3]
@@ -71,7 +64,7 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
         )
         if text.finish:
             break
-    whole = b"".join(map(piece, text.generated))
+    whole = b"".join(map(PIECES.__getitem__, text.generated))
     if text.finish == "stop":
         whole = whole[: min(whole.find(word) for word in map(str.encode, stops) if word in whole)]
     if text.finish:
@@ -80,7 +73,7 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
 
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
     """An interrupted stream shows it."""
-    text = text_after([0], Rules(9, banned=["bb"]))
+    text = text_of([0], Rules(9, banned=["bb"]), PIECES.__getitem__)
     stream = TextStream(text)
     for tokens, shown in (([2], ""), ([0], "aba"), ([1, 1], ""), ([1], "")):
         text.extend(tokens)
@@ -112,8 +105,14 @@ def test_statistics_count_output_only() -> None:
         Round(10, [7, 7, 7], 3, [7], finish="eos"),
     ):
         statistics.add(round)
-    assert (statistics.rounds, statistics.tokens) == (4, 3 + 1 + 1 + 1)
-    assert (statistics.drafted, statistics.accepted) == (8, 2 + 2 + 1)
-    assert (statistics.acceptance_rate, statistics.tokens_per_round) == (5 / 8, 6 / 4)
-    assert statistics.histogram == [0, 1, 2]
-    assert statistics.acceptance_by_position == [3 / 3, 2 / 3, 0 / 2]
+    expected = {
+        "rounds": 4,
+        "tokens": 3 + 1 + 1 + 1,
+        "drafted": 8,
+        "accepted": 2 + 2 + 1,
+        "acceptance_rate": 5 / 8,
+        "tokens_per_round": 6 / 4,
+        "histogram": [0, 1, 2],
+        "acceptance_by_position": [3 / 3, 2 / 3, 0 / 2],
+    }
+    assert {name: getattr(statistics, name) for name in expected} == expected

@@ -26,29 +26,22 @@ from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, random_model, tiny_model
 
 VOCAB = 11
-CAPACITY = 48
-CHUNK = 4  # tokens of a prompt per pass, so that most prompts take several
-LETTERS = [b"abcdefghijk"[token : token + 1] for token in range(VOCAB)]
-GREEDY = SamplingParams()
-RATIO = Rule("ratio", 0)
-
-
-def model_of(family: str, dtype: torch.dtype) -> Decoder:
-    return accelerate(tiny_model(family, vocab=VOCAB, hidden=16).to(dtype))
-
 
 MODELS: dict[str, Decoder] = {
-    "llama": model_of("llama", torch.bfloat16),
-    "gemma2": model_of("gemma2", torch.bfloat16),
-    "gemma3_text": model_of("gemma3_text", torch.float32),
-    "readable blocks": model_of("llama", torch.float64),
+    name: accelerate(tiny_model(family, vocab=VOCAB, hidden=16).to(dtype))
+    for name, family, dtype in (
+        ("llama", "llama", torch.bfloat16),
+        ("gemma2", "gemma2", torch.bfloat16),
+        ("gemma3_text", "gemma3_text", torch.float32),
+        ("readable blocks", "llama", torch.float64),
+    )
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
 def short_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("model.decoder.PREFILL_CHUNK", CHUNK)
+        patch.setattr("model.decoder.PREFILL_CHUNK", 4)  # so that most prompts take several
         yield
 
 
@@ -66,7 +59,7 @@ class Job:
     kind: str = "none"
     policy: str = "fixed"
     params: SamplingParams = SamplingParams(1.0)
-    rule: Rule = RATIO
+    rule: Rule = field(default=Rule("ratio", 0))
     begins: int = 0
     most_rounds: int = 1000
     rounds: list[Round] = field(default_factory=list)
@@ -75,8 +68,8 @@ class Job:
     def write(self, model: Decoder, target: Any, for_few: bool = False) -> Text:
         """Write the text to its end, by ``target`` in place of the model."""
         self.rounds.clear()
-        cache = model.new_cache(CAPACITY)
-        text = Text(self.prompt, self.rules, model, LETTERS.__getitem__)
+        cache = model.new_cache(48)
+        text = Text(self.prompt, self.rules, model, lambda token: b"abcdefghijk"[token : token + 1])
         target.prefill(torch.tensor([self.prompt[:-1]], dtype=torch.int64), cache)
         drafter = REAL_DRAFTERS[self.kind](target, cache)
         if self.kind == "model" and isinstance(target, Together):
@@ -134,7 +127,7 @@ jobs = st.builds(
     rules,
     st.sampled_from([*REAL_DRAFTERS]),
     st.sampled_from([*REAL_POLICIES]),
-    st.sampled_from([GREEDY, SamplingParams(1.0), nucleus]),
+    st.sampled_from([SamplingParams(), SamplingParams(1.0), nucleus]),
     st.builds(Rule, st.sampled_from([*RULES]), st.integers(0, 2**64 - 1)),
     st.integers(0, 20),
     st.one_of(st.just(1000), st.integers(1, 8)),
@@ -176,7 +169,7 @@ def test_drafts_and_verifications_share_steps(monkeypatch: pytest.MonkeyPatch) -
     shared = recorded(
         monkeypatch, type(model), "together", lambda _, calls, plan=None: (len(calls), plan is None)
     )
-    wanted = [Job([3], Rules(8), "exit", params=GREEDY) for _ in range(3)]
+    wanted = [Job([3], Rules(8), "exit", params=SamplingParams()) for _ in range(3)]
     together(model, wanted)
     assert shared[:4] == [(3, False)] * 3 + [(3, True)]
 

@@ -90,22 +90,21 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def every_layer_holds_the_text_and_no_more(self):
         assert self.cache.lengths == [len(self.text)] * self.model.num_layers
-        assert self.cache.length == len(self.text)
-
-
-machine_settings = settings(
-    max_examples=15,
-    stateful_step_count=12,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_writes_drafts_and_rollbacks_logits_are_those_of_a_fresh_run(family):
     machine = type("Machine", (CacheMachine,), {"family": family})
-    run_state_machine_as_test(machine, settings=machine_settings)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=15,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 the same bits on every rank.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,25 +23,20 @@ def config(family: str, size: int, **changes: Any) -> dict[str, Any]:
     """Config with biases, whose heads divide over ``size`` processes; over three, MLP and
     vocabulary do not.
     """
-    shape = {
-        "num_attention_heads": 2 * size,
-        "num_key_value_heads": size,
-        "hidden": 12,
-        "intermediate_size": 10,
-        "vocab_size": 4,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "mlp_bias": family == "llama",
-    }
-    return small(family, **shape | changes)
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "two query heads per key head": {},
-    "one key head": {"num_key_value_heads": 1},
-    "a vocabulary that divides": {"vocab_size": 12},
-    "tied": {"tie_word_embeddings": True},
-}
+    return small(
+        family,
+        **{
+            "num_attention_heads": 2 * size,
+            "num_key_value_heads": size,
+            "hidden": 12,
+            "intermediate_size": 10,
+            "vocab_size": 4,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": family == "llama",
+            **changes,
+        },
+    )
 
 
 @torch.inference_mode()
@@ -61,26 +57,23 @@ def logits_of(model: Decoder) -> Tensor:
     return torch.cat([*parts, model(tokens)], 1)
 
 
-Case = tuple[str, str]
+def split_logits(configs: list[dict[str, Any]]) -> list[Tensor]:
+    return [logits_of(split_model(config)) for config in configs]
 
 
-def split_logits(configs: dict[Case, dict[str, Any]]) -> dict[Case, Tensor]:
-    return {case: logits_of(split_model(config)) for case, config in configs.items()}
-
-
-FEW = "two query heads per key head"
-CASES = [(family, FEW) for family in FAMILIES]
-CASES += [(family, shape) for family in ("llama", "gemma2") for shape in SHAPES if shape != FEW]
+# two query heads per key head; one key head; a vocabulary that divides; a tied head
+CHANGES = {"num_key_value_heads": 1}, {"vocab_size": 12}, {"tie_word_embeddings": True}
+CASES = [(family, {}) for family in FAMILIES] + [*product(("llama", "gemma2"), CHANGES)]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_logits_on_every_rank_are_those_of_one_process(size: int) -> None:
-    configs = {case: config(case[0], size, **SHAPES[case[1]]) for case in CASES}
-    first, *others = on_ranks(size, split_logits, configs)
-    for case, shaped in configs.items():
-        whole = logits_of(random_model(shaped))
-        torch.testing.assert_close(first[case], whole, rtol=0, atol=EXACT, msg=str(case))
-        assert all(torch.equal(other[case], first[case]) for other in others), case
+    configs = [config(family, size, **changes) for family, changes in CASES]
+    ranks = on_ranks(size, split_logits, configs)
+    for case, raw, first, *others in zip(CASES, configs, *ranks, strict=True):
+        whole = logits_of(random_model(raw))
+        torch.testing.assert_close(first, whole, rtol=0, atol=EXACT, msg=str(case))
+        assert all(torch.equal(other, first) for other in others), case
 
 
 @pytest.mark.parametrize(

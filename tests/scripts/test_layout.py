@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,13 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
     for module in imported(path):
         assert {folder_of(module), module} & allowed, f"{path} imports {module}"
         assert module.split(".")[0] not in SCRIPTS, f"{path}: {module}"
+
+
+def test_every_module_of_ours_that_is_imported_exists() -> None:
+    paths = (*production_files(), *ROOT.glob("*.py"), *ROOT.glob("docs/*.py"))
+    modules = {(module, path) for path in paths for module in imported(path)}
+    ours = [each for each in modules if each[0].split(".")[0] in NAMES]
+    assert [each for each in ours if not find_spec(each[0])] == []
 
 
 def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() -> None:

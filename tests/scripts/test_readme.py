@@ -21,7 +21,7 @@ TEXTS = {document: document.read_text(encoding="utf-8") for document in readme.D
 ALL = "\n".join(TEXTS.values())
 TABLE_OF_TESTS = ROOT / "tests/README.md"  # it has links, and no commands
 LINKED = {**TEXTS, TABLE_OF_TESTS: TABLE_OF_TESTS.read_text(encoding="utf-8")}
-COMMANDS = ("generate", "train", "weights.fetch")
+COMMANDS = ("generate", "train", "weights.fetch", "docs.layers")
 COMMANDS += tuple(
     f"{folder}.__main__" for folder in ("benchmark", "search", "training.corpus", "decoding.proof")
 )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import optuna
 import pytest
 import torch
 
@@ -119,6 +120,8 @@ def test_the_mean_acceptance_of_a_rule_is_the_published_one() -> None:
     drafted = (0, 1)  # the last token never is
     shares = [1 / torch.maximum(p / p[x], q / q[x]).sum() for x in drafted]
     assert by_race == pytest.approx(sum(shares).item())
+    p, q = torch.tensor([[[0.0, 1.0]], [[1e-42, 1.0]]])  # a number below the normal ones
+    assert accepted_by_race(p, q, torch.tensor([[0]])) == 1
 
 
 def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
@@ -185,6 +188,7 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     space = space_of(3, [0])
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
     first = first_plans(importance, space)
+    assert all(plan_of({"a": 1, "b": 2, **parameters(plan)}) == plan for plan in plans)
     found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
     assert found[-1] == max(predict(plan).speedup for plan in plans)
 
@@ -231,6 +235,16 @@ def test_the_first_plans_come_first_and_a_seed_proposes_the_same_plans_after_the
     assert tried == again and tried[:2] == first and len(tried) == len({*tried}) <= 36
 
 
+def test_the_neighbour_of_a_plan_that_comes_twice_has_other_bits_in_one_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = LayerPlan.full(2)
+    noted = recorded(monkeypatch, optuna.Study, "enqueue_trial", lambda _, given, **__: given)
+    best_so_far(toy, space_of(2, [0, 4]), [full] * 30, 30, SAMPLERS["random"](seed=0))
+    changed = [parameters(full).items() - neighbour.items() for neighbour in noted[30:]]
+    assert [*map(len, changed)] == [1] * 29
+
+
 def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() -> None:
     """However few were tried: the mean bits of a plan are the colour of its dot."""
     plans = [
@@ -241,7 +255,7 @@ def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() 
     ]
     found = {plan: Prediction(1.3, 2, 0.9 - at / 5) for at, plan in enumerate(plans)}
     lost = [dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.9) for layers in (2, 30)]
-    lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "others": [(0.3, 0.4)]}
+    lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "$$": [(0.3, 0.4)]}  # is no formula
     curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in WAYS}
     for draw in (
         lambda: front(found, COSTS),
@@ -376,6 +390,11 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     assert command.main(arguments(folder, "--out", out, "--trials", 100)) == 130
     assert json.loads(out.read_text())["measured_speedup"] == 0.5
     assert read_plan(out, 2, folder).gamma == 0
+    name = json.loads(out.read_text())["study"]
+    trials = open_study(out.with_suffix(".journal"), name, "tpe", 0).trials
+    lost = [trial.params for trial in trials if trial.state.name == "FAIL"]
+    waiting = [trial for trial in trials if trial.state.name == "WAITING"]
+    assert lost == [trial.system_attrs["fixed_params"] for trial in waiting[-1:]]
     said = " ".join(capfd.readouterr().err.split())
     assert "no plan beats plain decoding" in said and "the same command continues" in said
 
@@ -393,6 +412,8 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
         (["--context", 10**6], "--context 1000000: the documents have"),
         (["--calibration", "alike.txt"], "a search needs at least 3 prompts"),
         (["--temperature", -1], "temperature must be at least 0"),
+        (["--out", "text.journal"], "text.journal: the trials are kept there: name a .json"),
+        (["--dtype", "int8"], "dtype must be one of"),
         (["--out", "text.json"], "text.journal is not a search's journal"),
         (["--out", "json.json"], "json.journal is not a search's journal"),
     ],

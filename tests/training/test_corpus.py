@@ -16,7 +16,6 @@ from tests.calls import interrupted, recorded, status_of
 from training.corpus import __main__ as corpus
 from training.corpus.stories import (
     TEMPLATES,
-    before_repetition,
     kept_story,
     repetition,
     words_of,
@@ -74,8 +73,7 @@ def test_the_command_writes_stories_until_there_are_tokens_enough(
 ) -> None:
     """Each begins with whom its prompt is about."""
     out = tmp_path / "out.jsonl"
-    status, said = write("--tokens", 500, "--out", out)
-    assert status == 0 and "of 500 tokens" in said
+    assert write("--tokens", 500, "--out", out)[0] == 0
     rows = read(out)
     for row in rows:
         heroes = [who for who in TEMPLATES["who"] if who in row["prompt"]]
@@ -100,8 +98,7 @@ def test_a_model_in_a_loop_is_given_up(
 ) -> None:
     monkeypatch.setattr(corpus, "write_stories", lambda *_: TEXTS)
     status, said = write("--tokens", 10_000, "--out", tmp_path / "out")
-    assert status == 2 and "the last 264 texts" in said
-    assert said.splitlines()[-1].endswith("raise --temperature or --top-k")
+    assert status == 2 and "raise --temperature or --top-k" in said
 
 
 @pytest.mark.parametrize(
@@ -145,13 +142,11 @@ def test_a_narrator_speaks_where_the_template_lets_one(
     assert [corpus.NARRATOR in prompt for prompt in begun] == [template == TAKES] * 3
 
 
-FRESH = (
+LONG = (
     "A fox found a red ball in the snow. She kicked it up the hill and it came down again, much too"
-    " fast for her."
+    " fast for her. Then the two of them went home and had some soup."
 )
-LONG = FRESH + " Then the two of them went home and had some soup."
 ONCE = " The ball rolled on and on."
-LOOP = 3 * ONCE
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=40))
@@ -165,26 +160,15 @@ def test_repetition_counts_the_sequences_of_four_words_that_were_there_before(
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        (FRESH, FRESH),
-        (FRESH + LOOP, FRESH + ONCE),
-        ('3.5 km. "No." And th', '3.5 km. "No."'),
-        ("no end " * 9, ""),
-    ],
-)
-def test_a_text_that_begins_to_repeat_itself_ends_before_it(text: str, kept: str) -> None:
-    assert before_repetition(text) == kept
-
-
-@pytest.mark.parametrize(
     ("text", "subjects", "kept"),
     [
         (LONG, ["foxes", "ball"], LONG),
         (LONG, ["fox", "king"], LONG),
         (LONG, ["Snow"], LONG),
         (LONG, [], LONG),
-        (LONG + LOOP, ["fox"], LONG + ONCE),
+        (LONG + 3 * ONCE, ["fox"], LONG + ONCE),
+        (LONG + ' 3.5 km. "No." And th', [], LONG + ' 3.5 km. "No."'),
+        ("no end " * 30, [], ""),
         (LONG, ["king"], ""),
         (LONG, ["fox", "king", "boat"], ""),
         (" ".join(LONG.split()[:29]) + ".", [], ""),
@@ -196,6 +180,8 @@ def test_a_text_that_begins_to_repeat_itself_ends_before_it(text: str, kept: str
         "a capital",
         "none",
         "loop",
+        "half a sentence",
+        "no end",
         "other",
         "a third",
         "short",

@@ -1,11 +1,11 @@
 """Importance of weights: what is measured, and what is read from its file instead."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from model.decoder import Decoder
 from model.fast import accelerate
 from tests.calls import recorded
 from weights import importance as module
@@ -14,7 +14,6 @@ from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 FOLDER = model_folder("tiny-llama")
-TOKENIZER = Tokenizer(FOLDER)
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +23,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def measured() -> Decoder:
+def measured() -> dict[str, torch.Tensor]:
+    """The importance of the inputs of each layer."""
     model = accelerate(load_model(FOLDER))
-    set_importance(model, TOKENIZER, FOLDER)
-    return model
-
-
-def values(model: Decoder) -> torch.Tensor:
-    return torch.cat([model.importance[layer] for layer in linear_layers(model).values()])
+    set_importance(model, Tokenizer(FOLDER), FOLDER)
+    return {name: model.importance[layer] for name, layer in linear_layers(model).items()}
 
 
 def test_importance_is_the_mean_square_of_a_layers_inputs(
@@ -51,16 +47,22 @@ def test_importance_is_the_mean_square_of_a_layers_inputs(
 
 @pytest.mark.parametrize("end", [None, -1], ids=["whole", "cut off"])
 def test_a_second_start_reads_the_same_importance_or_measures_it_where_the_file_is_damaged(
-    end: int | None, capsys: pytest.CaptureFixture[str]
+    end: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another dtype has another file."""
+    """Another dtype has another file, and another tokenizer or chat template."""
     first = measured()
-    file = importance_file(first, FOLDER)
+    file = importance_file(load_model(FOLDER), FOLDER)
     content = file.read_bytes()
     file.write_bytes(content[:end])
-    assert torch.equal(values(first), values(measured())) and file.read_bytes() == content
+    torch.testing.assert_close(measured(), first, rtol=0, atol=0)
+    assert file.read_bytes() == content
     assert capsys.readouterr().err.count("measuring") == (1 if end is None else 2)
     assert file != importance_file(load_model(FOLDER, torch.float64), FOLDER)
+    other = shutil.copytree(FOLDER, tmp_path / "other")
+    model = load_model(other)
+    file = importance_file(model, other)
+    (other / "chat_template.jinja").write_text("x")
+    assert file != importance_file(model, other)
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line(
@@ -68,5 +70,5 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
 ) -> None:
     """Here it is a file."""
     cache.write_text("")
-    assert measured().importance
+    assert measured()
     assert capsys.readouterr().err.count("not kept") == 1

@@ -4,7 +4,7 @@ a user types.
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,20 @@ def phi_3(folder: Path) -> None:
     llama_2_json(folder, added, turns)
 
 
-def llama_2_saved_by_transformers_5(folder: Path) -> None:
-    vocabulary, merges = bpe_of(llama_2_model())
-    tokenizer = transformers.LlamaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=True)
-    tokenizer.chat_template = LLAMA_2_TURNS
+def save_by_transformers_5(
+    folder: Path,
+    kind: type[transformers.PreTrainedTokenizerFast],
+    model: bytes,
+    turns: str,
+    control: Sequence[str] = (),
+    added: Sequence[str] = (),
+    **options: str,
+) -> None:
+    vocabulary, merges = bpe_of(model)
+    tokenizer = kind(vocab=vocabulary, merges=merges, add_bos_token=True, **options)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*control]})
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in added])
+    tokenizer.chat_template = turns
     tokenizer.save_pretrained(folder)
 
 
@@ -190,17 +200,6 @@ def gemma_sentencepiece(folder: Path) -> None:
     )
 
 
-def gemma_json(folder: Path) -> None:
-    vocabulary, merges = bpe_of(gemma_model())
-    tokenizer = transformers.GemmaTokenizer(
-        vocab=vocabulary, merges=merges, mask_token="<unk>", add_bos_token=True
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": GEMMA_CONTROL})
-    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("\n\n", "▁▁", "<b>")])
-    tokenizer.chat_template = GEMMA_TURNS
-    tokenizer.save_pretrained(folder)
-
-
 def llama_3(folder: Path) -> None:
     control = [
         "<|begin_of_text|>",
@@ -209,10 +208,13 @@ def llama_3(folder: Path) -> None:
         "<|end_header_id|>",
         "<|eot_id|>",
     ]
-    words = pre_tokenizers.Split(Regex(r"\s?\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}\s]+|\s+"), "isolated")
+    words = Regex(r"\s?\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}\s]+|\s+")
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -241,9 +243,19 @@ def llama_3(folder: Path) -> None:
 KINDS = {
     "llama-2, sentencepiece": llama_2_sentencepiece,
     "llama-2, json": llama_2_json,
-    "llama-2, transformers 5": llama_2_saved_by_transformers_5,
+    "llama-2, transformers 5": lambda folder: save_by_transformers_5(
+        folder, transformers.LlamaTokenizer, llama_2_model(), LLAMA_2_TURNS
+    ),
     "gemma, sentencepiece": gemma_sentencepiece,
-    "gemma, json": gemma_json,
+    "gemma, json": lambda folder: save_by_transformers_5(
+        folder,
+        transformers.GemmaTokenizer,
+        gemma_model(),
+        GEMMA_TURNS,
+        GEMMA_CONTROL,
+        ["\n\n", "▁▁", "<b>"],
+        mask_token="<unk>",
+    ),
     "llama-3": llama_3,
     "phi-3": phi_3,
     "smollm2": lambda folder: copy_of(fetch(), folder),
@@ -253,9 +265,11 @@ SENTENCEPIECE_TWIN = {
     "llama-2, sentencepiece": "llama-2, json",
     "gemma, sentencepiece": "gemma, json",
 }
-WORD_ENDS = {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []}
-OF_WORD_ENDS = {"model": WORD_ENDS, "decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
-KINDS_OF_DECODER = "its decoder is neither byte-level nor that of sentencepiece"
+OF_WORD_ENDS = {
+    "model": {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []},
+    "decoder": {"type": "BPEDecoder", "suffix": "</w>"},
+}
+KINDS_OF_DECODER = "none of the kinds that this project reads, ByteLevel and Sentencepiece"
 every_kind = pytest.mark.parametrize("kind", KINDS, scope="module")
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -277,6 +291,10 @@ FRAGMENTS = (
 )
 fragments = st.sampled_from(FRAGMENTS.split("|"))
 USER = {"role": "user", "content": "a"}
+SEVERAL = [
+    {"name": "tool_use", "template": "x"},
+    {"name": "default", "template": "{{ messages[0].content }}!"},
+]
 plain_texts = st.lists(fragments | st.text(characters, max_size=6), max_size=8).map("".join)
 
 
@@ -410,12 +428,11 @@ def test_a_name_counts_as_it_is_spelt_whatever_normalisation_makes_of_it(changed
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = changed(chat_template="{{ messages[0].content }} <|END|>")
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    end = tokenizer.special["<|END|>"]
     text = "Ａ <|END|><|eot_id|> Fuß"
     assert tokenizer.encode(text, find_names=True) == oracle.encode(text)
     for typed in ("＜|end|＞", "<|END|>"):
         ids = tokenizer.encode_chat([USER | {"content": typed}])
-        assert ids.count(end) == 1 and tokenizer.decode(ids) == "<|end|> "
+        assert ids.count(tokenizer.special["<|END|>"]) == 1 and tokenizer.decode(ids) == "<|end|> "
     # bytes of an added token are its text, though these characters could spell others
     assert tokenizer.decode(tokenizer.encode("un café")) == "un café"
 
@@ -445,7 +462,7 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
         ("{% for", "chat template fails: "),
         ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
         ("{{ raise_exception('no system role') }}", "refuses this conversation: no system role"),
-        (None, "has no chat template: leave out --chat"),
+        (None, "has no chat template: it continues plain text"),
         (r"{{ '\ud800' }}", "chat template fails: "),  # half a character
         ({"default": "x"}, "chat template fails: "),
     ],
@@ -454,32 +471,37 @@ def test_a_template_that_fails_is_one_line(changed, template, message):
     assert message in refusal(changed(chat_template=template).encode_chat, [USER])
 
 
-def test_a_variable_of_the_template_is_text(changed):
-    """Also the name of a control token in it, at any depth."""
-    tokenizer = changed(chat_template="{{ tone[0].kind }}{{ messages[0].content }}")
-    name, *_ = tokenizer.special
-    ids = tokenizer.encode_chat([USER], variables={"tone": [{"kind": name}]})
-    assert tokenizer.special[name] not in ids and tokenizer.decode(ids).startswith(name)
-
-
-def test_marks_of_answers_for_training_change_nothing(changed):
-    """Neither the text between them nor the blanks around them; a name set within ends there."""
-    tokenizer = changed(
-        chat_template="{% set x = 'a' %}{{ messages[0].role }}\n{%- generation %}{% set x = 'b' %}"
-        "{{ messages[0].content }}{% endgeneration %}{{ x }}\n"
-    )
-    assert tokenizer.decode(tokenizer.encode_chat([USER | {"content": "c"}])) == "userca"
-
-
-def test_the_template_beside_the_settings_and_the_default_of_several(changed, tmp_path):
-    several = [
-        {"name": "tool_use", "template": "x"},
-        {"name": "default", "template": "{{ messages[0].content }}!"},
-    ]
-    first = changed(chat_template=several)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
-    both = first, Tokenizer(tmp_path)
-    assert [each.decode(each.encode_chat([USER])) for each in both] == ["a!", "a?"]
+@pytest.mark.parametrize(
+    ("template", "file", "variables", "expected"),
+    [
+        # a variable is text, also the name of a control token in it, at any depth
+        (
+            "{{ tone[0].kind }}{{ messages[0].content }}",
+            None,
+            {"tone": [{"kind": "<|eot_id|>"}]},
+            "<|eot_id|>a",
+        ),
+        # marks of answers for training, and blanks around them; a name set within ends there
+        (
+            "{% set x = 'b' %}{{ messages[0].role }}\n{%- generation %}{% set x = 'c' %}"
+            "{{ messages[0].content }}{% endgeneration %}{{ x }}\n",
+            None,
+            {},
+            "userab",
+        ),
+        (SEVERAL, None, {}, "a!"),
+        (SEVERAL, "{{ messages[0].content }}?", {}, "a?"),
+    ],
+    ids=["variable", "marks", "the default of several", "the file beside the settings"],
+)
+def test_a_template_is_rendered_as_its_authors_expect(
+    changed, template, file, variables, expected, tmp_path
+):
+    if file:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    tokenizer = changed(chat_template=template)
+    ids = tokenizer.encode_chat([USER], variables=variables)
+    assert tokenizer.decode(ids) == expected
 
 
 @pytest.mark.parametrize(
@@ -493,6 +515,7 @@ def test_the_template_beside_the_settings_and_the_default_of_several(changed, tm
             {3, 5},
         ),
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, {7}),
+        ({"generation_config.json": {"eos_token_id": []}}, {"<|eot_id|>"}),
         ({"config.json": {"eos_token_id": [7, 9]}}, {7, 9}),
         ({"config.json": {"eos_token_id": None}}, {"<|eot_id|>"}),
         ({}, {"<|eot_id|>"}),

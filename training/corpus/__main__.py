@@ -24,7 +24,6 @@ from app.options import Options
 from app.session import Session
 from model.errors import InputError, explaining
 from training.corpus.stories import kept_story, story_request
-from weights.load import DTYPES
 
 NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."
 FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends
@@ -98,7 +97,7 @@ OPTIONS: Groups = {
         },
         "--seed": {"type": int, "default": 0, "metavar": "S", "help": "same seed: same texts"},
         "--device": DEVICE,
-        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
+        "--dtype": DTYPE,
     },
 }
 
@@ -129,9 +128,11 @@ def run(options: argparse.Namespace) -> None:
     ):
         add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
+    tokens = before = 0
     while True:
-        tokens = sum(
-            len(session.tokenizer.encode_parts(story["response"])) for story in stories.values()
+        tokens += sum(
+            len(session.tokenizer.encode_parts(story["response"]))
+            for story in [*stories.values()][before:]
         )
         say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")
         if tokens >= options.tokens:

@@ -15,7 +15,7 @@ TEMPLATES: dict[str, list[str]] = json.loads(
 )
 MOST_REPEATED = 0.05  # largest share of repeated four-grams in a text
 LEAST_WORDS = 30  # of a text
-LONGEST_SENTENCES = 20  # largest mean number of words of a story's sentences
+MOST_WORDS_PER_SENTENCE = 20  # largest mean number of words of a story's sentences
 LEAST_MENTIONED = 0.5  # smallest share of a prompt's subjects that its story names
 SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
 
@@ -68,5 +68,5 @@ def kept_story(response: str, subjects: Sequence[str]) -> str:
     sentences = len(SENTENCE_END.findall(story))
     stems = [subject.lower()[: max(3, len(subject) - 2)] for subject in subjects]
     named = sum(any(word.startswith(stem) for word in words) for stem in stems)
-    fits = LEAST_WORDS <= len(words) <= LONGEST_SENTENCES * sentences
+    fits = LEAST_WORDS <= len(words) <= MOST_WORDS_PER_SENTENCE * sentences
     return story if fits and named >= LEAST_MENTIONED * len(subjects) else ""

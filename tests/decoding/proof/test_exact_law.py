@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
-from decoding.proof.enumeration import output_law
-from decoding.proof.loop_law import Setup, bias, run_loop
+from decoding.proof import enumeration, loop_law, table_model
 from decoding.proof.plain_law import Request
-from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
@@ -113,7 +111,9 @@ def random_row(random: Random, vocab: int) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def random_model(random: Random, kind: str, vocab: int = 3, states: int = 4) -> TableModel:
+def random_model(
+    random: Random, kind: str, vocab: int = 3, states: int = 4
+) -> table_model.TableModel:
     """Target and draft tables: "unrelated", "equal", or the draft's supports "shifted" (disjoint
     from one-hots).
     """
@@ -123,14 +123,16 @@ def random_model(random: Random, kind: str, vocab: int = 3, states: int = 4) -> 
         "shifted": [row[1:] + row[:1] for row in target],
         "equal": target,
     }[kind]
-    return TableModel(*(torch.tensor(rows, dtype=torch.float64) for rows in (target, draft)))
+    return table_model.TableModel(
+        *(torch.tensor(rows, dtype=torch.float64) for rows in (target, draft))
+    )
 
 
 KINDS = ["unrelated", "shifted", "equal"]
 
 
 def case_deviation(
-    model: TableModel | Decoder,
+    model: table_model.TableModel | Decoder,
     case: dict[str, str],
     max_new_tokens: int,
     drafters: dict[str, object] = AXES["drafter"],
@@ -147,7 +149,7 @@ def case_deviation(
     eos_ids = rules.get("eos_ids", frozenset())
     constraints = [partial(each, eos_ids=eos_ids) for each in rules.pop("constraints", ())]
     request = Request(params=chosen["params"], constraints=constraints, **rules)
-    return bias(model, request, Setup(chosen["drafter"], chosen["policy"]), rule)
+    return loop_law.bias(model, request, loop_law.Setup(chosen["drafter"], chosen["policy"]), rule)
 
 
 @pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))
@@ -162,17 +164,17 @@ def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
             assert case_deviation(model, case, length, rule=rule) < EXACT
 
 
-def accepted_at_first(model: TableModel, gamma: int, rule: str) -> float:
+def accepted_at_first(model: table_model.TableModel, gamma: int, rule: str) -> float:
     """Mean number of drafted tokens that the first round accepts, by enumeration."""
     request = Request(max_new_tokens=gamma + 1)
-    setup = Setup(policy=lambda: FixedLength(gamma))
+    setup = loop_law.Setup(policy=lambda: FixedLength(gamma))
 
     def first(randomness: Randomness) -> int:
         rounds: list[Round] = []
-        run_loop(model, request, setup, randomness, rounds, rule)
+        loop_law.run_loop(model, request, setup, randomness, rounds, rule)
         return rounds[0].accepted
 
-    return sum(kept * weight for kept, weight in output_law(first).items())
+    return sum(kept * weight for kept, weight in enumeration.output_law(first).items())
 
 
 @pytest.mark.parametrize("gamma", [1, 2, pytest.param(3, marks=pytest.mark.prove)])
@@ -190,10 +192,10 @@ def test_block_verification_keeps_at_least_as_many_tokens_as_the_ratio_rule(gamm
 def test_a_model_draft_of_non_finite_logits_keeps_the_law(broken: float, params: str) -> None:
     """A draft in half precision may overflow where its target does not."""
     model = random_model(Random(3), "unrelated")
-    model.tables[DRAFT_PLAN][1:] = broken
+    model.tables[table_model.DRAFT_PLAN][1:] = broken
     request = Request(params=AXES["params"][params], max_new_tokens=2)
     for rule in ("ratio", "block"):
-        assert bias(model, request, Setup(), rule) < EXACT
+        assert loop_law.bias(model, request, loop_law.Setup(), rule) < EXACT
 
 
 @pytest.mark.prove
@@ -246,5 +248,5 @@ def test_real_drafts_across_the_edge_of_a_window_keep_the_law(
 ) -> None:
     """Three tokens after a prompt longer than the windows of two, and than a plan's first keys."""
     request = Request(prompt=(0, 1, 1, 0, 0, 1), params=SamplingParams(1.5), max_new_tokens=3)
-    setup = Setup(REAL_DRAFTERS[drafter], AXES["policy"][policy])
-    assert bias(uncached(family, vocab=2), request, setup, rule) < EXACT
+    setup = loop_law.Setup(REAL_DRAFTERS[drafter], AXES["policy"][policy])
+    assert loop_law.bias(uncached(family, vocab=2), request, setup, rule) < EXACT

@@ -1,11 +1,10 @@
 """Block verification as a reader of its paper might write it (arXiv 2403.10444, algorithm 2), for
-the judge: right, and with each of four mistakes.
+the judge: right, or with the mistake that MISTAKE in the environment names.
 
 Rounds draft GAMMA tokens by a table. It shares no code with this project's own rule.
 """
 
 import os
-from functools import partial
 
 import torch
 
@@ -15,7 +14,7 @@ from tests.decoding.proof.foreign.bigrams import DRAFT, PROMPT, TARGET
 GAMMA = int(os.environ.get("GAMMA", 2))
 
 
-def write(mistake: str = "none") -> tuple[int, ...]:
+def write(mistake: str = os.environ.get("MISTAKE", "none")) -> tuple[int, ...]:
     """A text of rounds, cut to its length."""
     text = [*PROMPT]
     while len(text) < len(PROMPT) + bigrams.TOKENS:
@@ -48,10 +47,3 @@ def block(last: int, mistake: str) -> list[int]:
     elif mistake == "bonus residual":
         weights = (TARGET[x[tau]] - DRAFT[x[tau - 1]]).clamp(min=0)
     return [*x[1 : tau + 1], torch.multinomial(weights, 1).item()]
-
-
-right = write
-first_failure = partial(write, "first failure")
-ratio_residual = partial(write, "ratio residual")
-bonus_residual = partial(write, "bonus residual")
-raw_q = partial(write, "raw q")

@@ -48,28 +48,32 @@ TARGET = random_model(0)
 DRAFT = random_model(1)
 
 
-def write(parameters: str, **assistance: object) -> tuple[int, ...]:
-    """Tokens of a sampled text."""
-    config = {"do_sample": True, "max_new_tokens": 3, "top_k": 0, "pad_token_id": 0}
-    config = GenerationConfig(**(config | SETS[parameters]), num_assistant_tokens=2)
-    config.num_assistant_tokens_schedule = "constant"
-    config.assistant_confidence_threshold = 0.0
-    for name, value in assistance.items():
-        if name != "assistant_model":
-            setattr(config, name, value)
-    helper = {"assistant_model": DRAFT} if assistance.get("assistant_model") else {}
-    mask = torch.ones_like(PROMPT)
-    written = TARGET.generate(PROMPT, attention_mask=mask, generation_config=config, **helper)
-    return tuple(written[0, PROMPT.shape[1] :].tolist())
-
-
 ASSISTED = {
-    "draft model": {"assistant_model": True},
+    "draft model": {"assistant_model": DRAFT},
     "prompt lookup": {"prompt_lookup_num_tokens": 2},
     "early exit": {"assistant_early_exit": 1},
 }
-GIVEN = os.environ.get("PARAMETERS", "temperature")
-plain = partial(write, GIVEN)
-draft_model = partial(write, GIVEN, **ASSISTED["draft model"])
-prompt_lookup = partial(write, GIVEN, **ASSISTED["prompt lookup"])
-early_exit = partial(write, GIVEN, **ASSISTED["early exit"])
+
+
+def plain(
+    parameters: str = os.environ.get("PARAMETERS", "temperature"), **assistance: object
+) -> tuple[int, ...]:
+    """Tokens of a sampled text."""
+    helper = assistance.pop("assistant_model", None)
+    config = {"do_sample": True, "max_new_tokens": 3, "top_k": 0, "pad_token_id": 0}
+    config = GenerationConfig(
+        **config | SETS[parameters] | assistance,
+        num_assistant_tokens=2,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    mask = torch.ones_like(PROMPT)
+    written = TARGET.generate(
+        PROMPT, attention_mask=mask, generation_config=config, assistant_model=helper
+    )
+    return tuple(written[0, PROMPT.shape[1] :].tolist())
+
+
+draft_model = partial(plain, **ASSISTED["draft model"])
+prompt_lookup = partial(plain, **ASSISTED["prompt lookup"])
+early_exit = partial(plain, **ASSISTED["early exit"])
