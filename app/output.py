@@ -17,8 +17,8 @@ from app.common.command_line import say
 from app.sample import Sample
 from app.session import Session
 from app.trace import PAUSE, LiveTrace
-from decoding.rounds import Round, common_prefix
-from decoding.text import Text
+from decoding.rounds import Round
+from decoding.text import Text, common_prefix
 
 TURNS = 3  # a text is written both ways, one after the other, at least this often
 MOST_TURNS = 20

@@ -14,8 +14,8 @@ import torch
 
 from app.characters import TextStream
 from decoding.model_port import Model
-from decoding.rounds import Round, Statistics, common_prefix
-from decoding.text import Text
+from decoding.rounds import Round, Statistics
+from decoding.text import Text, common_prefix
 from decoding.verify import Rule
 from model.cache import KVCache
 from model.decoder import PREFILL_CHUNK, Decoder

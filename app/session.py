@@ -23,7 +23,7 @@ from app.sample import Sample, Slot, pieces
 from decoding.model_port import Model
 from decoding.rounds import Round
 from decoding.speculate import Observer, speculate
-from decoding.text import DeadEnd, Rules, Text
+from decoding.text import Conditions, DeadEnd, Text
 from model.device import now
 from model.errors import InputError
 from weights.memory import free_bytes
@@ -118,14 +118,14 @@ class Session(LoadedModel):
 
             source = read_grammar(options, name)
             grammar = Grammar(GRAMMARS[name], source, self.vocabulary, self.mask_seconds)(len(ids))
-        rules = Rules(
+        conditions = Conditions(
             min(options.max_new_tokens, context - len(ids)),
             self.tokenizer.eos_ids,
             options.stop,
             options.ban,
             [grammar] if grammar else [],
         )
-        text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
+        text = Text(ids, conditions, self.model, self.tokenizer.token_bytes)
         return Sample(text, options, replace(options.rule, sample=number), grammar)
 
     def rounds(

@@ -28,7 +28,7 @@ from decoding.policies import FixedLength
 from decoding.randomness import Place, Randomness
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.text import Rules, Text
+from decoding.text import Conditions, Text
 from decoding.verify import Rule, Verify
 from model.cache import KVCache
 from model.config import ModelConfig, parse_config
@@ -167,7 +167,7 @@ def seconds_per_token(model: Decoder, plan: LayerPlan | None, rate: float) -> fl
     """Return the seconds per token of a text, drafted under a plan; None is plain decoding."""
     cache = model.new_cache(TOKENS + DRAFTED + 1)
     drafter = ModelDrafter(model, cache, plan) if plan else NoDraft()
-    text = Text([0], Rules(TOKENS), model)
+    text = Text([0], Conditions(TOKENS), model)
     policy = FixedLength(DRAFTED if plan else 0)
     randomness = Rule("race", 0).randomness(model.device)
     rounds = speculate(model, cache, text, drafter, policy, PARAMS, randomness, accepting(rate))

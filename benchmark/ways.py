@@ -80,7 +80,7 @@ def begin(session: Session, options: Options, case: Case) -> Sample:
     given = {"max_new_tokens": case.count, "json_schema": case.schema}
     sample = session.begin(case.ids, options.merged(given), case.number)
     if case.schema is None:
-        sample.source.rules = replace(sample.source.rules, eos_ids=frozenset())
+        sample.source.conditions = replace(sample.source.conditions, eos_ids=frozenset())
     return sample
 
 

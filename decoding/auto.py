@@ -24,9 +24,9 @@ from decoding.drafters import Draft, Drafter, ModelFreeDrafter, draft_of, empty_
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
-from decoding.rounds import Round, common_prefix, expected_speedup
+from decoding.rounds import Round, expected_speedup
 from decoding.sampling import SamplingParams
-from decoding.text import Text
+from decoding.text import Text, common_prefix
 from model.plan import LayerPlan
 
 LONGEST = 7  # tokens of a draft: a ninth row may cost much more
@@ -268,7 +268,7 @@ class Auto(Policy):
         of_round = taken.of_round if taken else 1
         self.estimates.settle(len(round.emitted), of_round + of_tokens)
         if costs.timed and choice.began is not None and (taken or not drafted):
-            costs.observe(taken and taken.name, perf_counter() - choice.began, of_tokens)
+            costs.observe(taken.name if taken else None, perf_counter() - choice.began, of_tokens)
         for offer in choice.offers:
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))

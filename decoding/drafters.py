@@ -151,7 +151,7 @@ def draft_of(text: Text, tokens: Sequence[int]) -> Draft:
         if allowed is not None and not allowed[token]:
             break  # a constraint may be called only with texts that it allows
         drafted.append(token)
-        if token in text.rules.eos_ids:
+        if token in text.conditions.eos_ids:
             break
     if not drafted:
         return empty_draft(text.vocab_size, text.device)
@@ -207,7 +207,7 @@ class ModelDrafter:
             unread = step.tokens
             if policy.reads_draft_confidence and not policy.keep_drafting(confidence_of(step)):
                 break
-            if ends_at_eos and int(step.tokens) in text.rules.eos_ids:
+            if ends_at_eos and int(step.tokens) in text.conditions.eos_ids:
                 break
             context = torch.cat((context, step.tokens))
         return in_a_row([empty_draft(text.vocab_size, text.device), *steps])
@@ -296,8 +296,11 @@ class PromptLookup(ModelFreeDrafter):
         """Return the length of the n-gram at the end of the text that occurred before, of long ones
         rounded down to a power of two, and up to ``limit`` tokens after it.
 
-        Each id is the number of a character, since Python searches strings fast.
+        Each id is the number of a character, since Python searches strings fast. In a vocabulary of
+        more tokens than there are characters nothing is found.
         """
+        if text.vocab_size > sys.maxunicode + 1:
+            return 0, []
         string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
         length = after = 0
         for size in range(1, min(self.LONGEST, len(string) - 1) + 1):
@@ -320,7 +323,7 @@ def ends_at_end_of_text(text: Text, policy: Policy) -> bool:
     fixed length has its length.
     """
     reads_confidence_on_cpu = policy.reads_draft_confidence and text.device.type == "cpu"
-    return bool(text.rules.constraints) or reads_confidence_on_cpu
+    return bool(text.conditions.constraints) or reads_confidence_on_cpu
 
 
 def confidence_of(step: Draft) -> float:

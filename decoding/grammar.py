@@ -27,10 +27,9 @@ from torch import Tensor
 from decoding.drafters import Draft, Wrapper, draft_of
 from decoding.policies import Policy
 from decoding.randomness import Randomness
-from decoding.rounds import common_prefix
 from decoding.sampling import SamplingParams
-from decoding.text import Text
-from model.errors import InputError
+from decoding.text import Text, common_prefix
+from model.errors import InputError, explaining
 
 Kind = Literal["json_schema", "regex", "lark"]
 TITLES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
@@ -47,6 +46,7 @@ class Vocabulary:
     ``eos_ids`` end a text; ``encode`` gives the ids of a text that continues another one.
     """
 
+    # llguidance reads these names
     is_tokenizer_wrapper = True
     bos_token_id = None
 
@@ -120,6 +120,8 @@ class Grammar:
 
     def _compiled(self) -> str:
         """Return the source in the library's format."""
+        with explaining(f"the {self.title} is not UTF-8 text", (UnicodeError,)):
+            self.source.encode()
         if self.kind == "regex":
             if (len(self.source) - len(self.source.rstrip("\\"))) % 2:
                 raise InputError(f"the {self.title} ends in a backslash that escapes nothing")
@@ -244,10 +246,12 @@ class ForcedTokens(Wrapper):
     def forced(self, text: Text, limit: int) -> list[int]:
         """Return up to ``limit`` tokens that must, or probably will, follow the text."""
         found: list[int] = []
-        while len(found) < limit and text.rules.eos_ids.isdisjoint(found):
+        while len(found) < limit and text.conditions.eos_ids.isdisjoint(found):
             allowed = text.allowed_after(found).numpy()
-            if np.count_nonzero(allowed) != 1:
+            possible = np.count_nonzero(allowed)
+            if possible > 1:  # where nothing is possible, the library may have failed
                 found += self.constraint.guess([*text.tokens, *found])
+            if possible != 1:
                 break
             found.append(int(allowed.argmax()))
         return found[:limit]

@@ -26,4 +26,4 @@ class Model(Protocol):
         """
 
     def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None:
-        """Write the entries only."""
+        """Write the entries of tokens ``[batch, T]``, without logits."""

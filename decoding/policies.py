@@ -17,6 +17,8 @@ class Policy:
 
     ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax
     over the vocabulary.
+
+    A policy around another one forwards every member that it does not decide itself.
     """
 
     reads_draft_confidence = False

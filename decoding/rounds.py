@@ -1,10 +1,9 @@
-"""Record of one round of the loop, statistics over such records, and equal beginnings of texts.
+"""Record of one round of the loop, and statistics over such records.
 
 Knows nothing of models: a round is numbers.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -108,11 +107,3 @@ def expected_speedup(rate: float, length: int, cost: float, verification: float)
     """
     tokens = sum(rate**accepted for accepted in range(length + 1))
     return tokens / (length * cost + verification)
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of equal tokens at the beginning of both."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # mostly so, and fast
-        return shorter
-    return next((at for at in range(shorter) if first[at] != second[at]), shorter)

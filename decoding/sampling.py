@@ -6,6 +6,7 @@ One function serves draft, target, residual and bonus token: speculation is exac
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +60,17 @@ class SamplingParams:
         return penalties != (1, 0, 0)
 
 
+class Filters(NamedTuple):
+    """Temperature and filters in the order in which they are applied; None: greedy, or no such
+    filter. The numbers are tensors ``[]`` in compiled code.
+    """
+
+    temperature: float | None
+    top_k: float | None
+    top_p: float | None
+    min_p: float | None
+
+
 def distribution(
     logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None
 ) -> Tensor:
@@ -84,16 +96,22 @@ def distribution(
         # temperature.
         limits = torch.finfo(wide)
         temperature = min(max(params.temperature, limits.tiny), limits.max)
-    filters = (
+    filters = Filters(
         temperature,
+        float(min(params.top_k, logits.shape[-1])) or None,
         params.top_p if params.top_p < 1 else None,
         params.min_p or None,
-        float(min(params.top_k, logits.shape[-1])) or None,
     )
     scores = scores.to(wide)
     if scores.device.type == "cpu":
-        return torch.from_numpy(probabilities_by_few(scores.numpy(), *filters))
+        return torch.from_numpy(probabilities_by_few(scores.numpy(), filters))
     return compute(probabilities, scores, *filters)
+
+
+def one_hot(tokens: Tensor, vocab: int) -> Tensor:
+    """Return the distributions ``[k, vocab]`` float32 of known tokens ``[k]``."""
+    probs = torch.zeros(len(tokens), vocab, device=tokens.device)
+    return probs.scatter_(1, tokens[:, None], 1.0)
 
 
 def penalised(scores: Tensor, context: Tensor, params: SamplingParams) -> Tensor:
@@ -115,23 +133,17 @@ def penalised(scores: Tensor, context: Tensor, params: SamplingParams) -> Tensor
     return scores - params.frequency_penalty * counts - params.presence_penalty * once
 
 
-def probabilities(
-    scores: Tensor,
-    temperature: float | None,
-    top_p: float | None,
-    min_p: float | None,
-    top_k: float | None,
-) -> Tensor:
+def probabilities(scores: Tensor, *numbers: float | None) -> Tensor:
     """Return the probabilities of scores ``[rows, vocab]``, in their dtype: see ``distribution``.
-
-    None: greedy, or no such filter. Numbers may be tensors ``[]``, as for compiled code.
+    ``numbers`` are those of ``Filters``.
     """
+    filters = Filters(*numbers)
     largest = scores.amax(-1, keepdim=True)  # or a NaN
-    if temperature is None:
+    if filters.temperature is None:
         ids = torch.arange(scores.shape[-1], device=scores.device)
         is_likeliest = ids == first_least(-scores)[:, None]
         return is_likeliest.logical_and(largest.isfinite()).to(scores.dtype)
-    probs = softmax(filtered((scores - largest) / temperature, top_p, min_p, top_k))
+    probs = softmax(filtered((scores - largest) / filters.temperature, filters))
     return torch.where(largest.isfinite(), probs, 0.0)
 
 
@@ -141,32 +153,23 @@ def softmax(scores: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def filtered(
-    scores: Tensor, top_p: float | None, min_p: float | None, top_k: float | None
-) -> Tensor:
-    """Return the scores after top-k, top-p and min-p, in this order: a removed token has score
-    -inf.
-    """
-    if top_k is not None:
+def filtered(scores: Tensor, filters: Filters) -> Tensor:
+    """Return the scores after the filters: a removed token has score -inf."""
+    if filters.top_k is not None:
         descending = scores.sort(dim=-1, descending=True).values
         places = torch.arange(scores.shape[-1], device=scores.device)
-        kth = descending.masked_fill(places >= top_k, math.inf).amin(-1, keepdim=True)
+        kth = descending.masked_fill(places >= filters.top_k, math.inf).amin(-1, keepdim=True)
         scores = scores.masked_fill(scores < kth, -math.inf)  # ties with the k-th stay
-    if top_p is not None:
-        scores = scores.masked_fill(unlikely(softmax(scores), 1 - top_p), -math.inf)
-    if min_p is not None:
+    if filters.top_p is not None:
+        scores = scores.masked_fill(unlikely(softmax(scores), 1 - filters.top_p), -math.inf)
+    if filters.min_p is not None:
         probs = softmax(scores)
-        scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -math.inf)
+        least = filters.min_p * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probs < least, -math.inf)
     return scores
 
 
-def probabilities_by_few(
-    scores: np.ndarray,
-    temperature: float | None,
-    top_p: float | None,
-    min_p: float | None,
-    top_k: float | None,
-) -> np.ndarray:
+def probabilities_by_few(scores: np.ndarray, filters: Filters) -> np.ndarray:
     """Compute ``probabilities`` on a CPU, row by row on one thread, with filters that see few
     tokens.
 
@@ -179,49 +182,43 @@ def probabilities_by_few(
         likeliest = row.argmax()  # the first one, or a NaN
         if not np.isfinite(row[likeliest]):
             continue
-        if temperature is None:
+        if filters.temperature is None:
             kept[likeliest] = 1
             continue
         # a score far below the largest, divided by a tiny temperature
         with np.errstate(over="ignore"):
-            scaled = (row - row[likeliest]) / temperature
-        ids, mass = candidates(scaled, top_p, min_p, top_k)
-        few = filtered(torch.from_numpy(scaled[ids]), top_p and top_p / mass, min_p, top_k)
+            scaled = (row - row[likeliest]) / filters.temperature
+        ids, of_few = candidates(scaled, filters)
+        few = filtered(torch.from_numpy(scaled[ids]), of_few)
         kept[ids] = softmax(few).numpy()
     return probs
 
 
-def one_hot(tokens: Tensor, vocab: int) -> Tensor:
-    """Return the distributions ``[k, vocab]`` float32 of known tokens ``[k]``."""
-    probs = torch.zeros(len(tokens), vocab, device=tokens.device)
-    return probs.scatter_(1, tokens[:, None], 1.0)
+def candidates(scores: np.ndarray, filters: Filters) -> tuple[np.ndarray | slice, Filters]:
+    """Return the ids of a row's few tokens that may pass the filters, and the filters of these.
 
-
-def candidates(
-    scores: np.ndarray, top_p: float | None, min_p: float | None, top_k: float | None
-) -> tuple[np.ndarray | slice, float]:
-    """Return the ids of a row's few tokens that may pass the filters, and their mass.
-
-    They are the tokens within some distance of the largest score, 0: at least k under top-k, else
-    enough for top-p or min-p. The mass is their share of all probability, by which the caller
-    divides top-p. Under top-k, where top-p counts among the k likeliest tokens alone, it is 1.
+    Every token that passes all filters must be among the few, and pass all filters of the few. They
+    are the tokens within some distance of the largest score, 0: at least k under top-k, else enough
+    for top-p or min-p. Top-p is divided by their share of all probability; under top-k it counts
+    among the k likeliest tokens alone.
     """
-    if not (top_p or min_p or top_k):
-        return slice(None), 1.0
-    weights = np.exp(scores) if top_p and not top_k else None
+    if not any(filters[1:]):
+        return slice(None), filters
+    weights = np.exp(scores) if filters.top_p and not filters.top_k else None
+    of_few = filters
     for distance in DISTANCES:
         ids = np.flatnonzero(scores >= -distance)
-        mass = 1.0
         if weights is not None:
             mass = (weights[ids].sum() / weights.sum()).item()
-            enough = mass >= top_p
-        elif top_k:
-            enough = len(ids) >= top_k
+            of_few = filters._replace(top_p=filters.top_p / mass)
+            enough = mass >= filters.top_p
+        elif filters.top_k:
+            enough = len(ids) >= filters.top_k
         else:
-            enough = math.exp(-distance) < min_p
+            enough = math.exp(-distance) < filters.min_p
         if enough:
             break
-    return ids, mass
+    return ids, of_few
 
 
 def unlikely(probs: Tensor, mass: float) -> Tensor:

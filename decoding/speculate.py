@@ -63,8 +63,9 @@ def speculate(
         probs = distribution(logits, context, params, text.allowed(draft.tokens))
         # 3. Accept a prefix of the draft. 4. Draw the residual or bonus token after it.
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
-        verdict = read_verdict(text, draft, accepted, token, logits, probs, policy)
-        drafted, count, kept, confidence = verdict  # on the host
+        drafted, count, kept, confidence = read_verdict(  # on the host
+            text, draft, accepted, token, logits, probs, policy
+        )
         emitted, retracted = text.extend(kept)
         # 5. Roll back to the text.
         cache.truncate(len(text) - 1)

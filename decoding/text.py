@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding.model_port import Model
 from decoding.randomness import Place
-from model.errors import InputError
+from model.errors import InputError, explaining
 
 TokenBytes = Callable[[int], bytes]  # the bytes that a token adds to the text
 
@@ -30,7 +30,7 @@ Constraint = Callable[[Sequence[int]], Tensor | None]
 
 
 @dataclass(frozen=True)
-class Rules:
+class Conditions:
     """Conditions on a text: where it ends, its banned words and its constraints.
 
     It ends after ``max_new_tokens``, with any of ``eos_ids``, before a stop string, or where the
@@ -55,6 +55,8 @@ class Rules:
                     " character each",
                     option,
                 )
+            with explaining(f"{option} is not UTF-8 text", (UnicodeError,), option):
+                "".join(strings).encode()
 
 
 class Patterns:
@@ -99,7 +101,7 @@ class DeadEnd(InputError):
 
 
 class Text:
-    """Prompt and output so far, with their rules.
+    """Prompt and output so far, with their conditions.
 
     ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text includes the token
     that ended it (the end-of-text token, or the one that completed the stop string), while
@@ -109,17 +111,17 @@ class Text:
     def __init__(
         self,
         prompt: Sequence[int],
-        rules: Rules,
+        conditions: Conditions,
         target: Model,
         token_bytes: TokenBytes = lambda token: b"",
     ) -> None:
-        self.rules = rules
+        self.conditions = conditions
         self.token_bytes = token_bytes
         self.vocab_size = target.vocab_size
         self.device = target.device
         self.max_positions = target.max_positions
-        self.stops = Patterns(rules.stop_strings)
-        self.bans = Patterns(rules.banned)
+        self.stops = Patterns(conditions.stop_strings)
+        self.bans = Patterns(conditions.banned)
         self.tokens: list[int] = []
         self.data = bytearray()
         self.begins = [0]  # of each token and the next one, the offset of its bytes in ``data``
@@ -158,7 +160,7 @@ class Text:
     @property
     def longest(self) -> int:
         """Most tokens that the text can have, by the token budget and the model's context."""
-        return min(self.prompt_length + self.rules.max_new_tokens, self.max_positions)
+        return min(self.prompt_length + self.conditions.max_new_tokens, self.max_positions)
 
     @property
     def certain_end(self) -> int:
@@ -201,7 +203,7 @@ class Text:
         None. That is known without reading the draft where there are neither constraints nor tokens
         that a banned word forbids at the text's end.
         """
-        if not self.rules.constraints and len(self) not in self.forbidden:
+        if not self.conditions.constraints and len(self) not in self.forbidden:
             return None
         ids = drafted.tolist()
         rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
@@ -217,12 +219,12 @@ class Text:
         Every position with forbidden tokens lies in the text or at its end, since a retraction
         drops later ones.
         """
-        if not self.rules.eos_ids.isdisjoint(drafted):
+        if not self.conditions.eos_ids.isdisjoint(drafted):
             return None  # no constraint is called with tokens beyond the end of the text
         tokens = [*self.tokens, *drafted]
         masks = [
             mask.cpu()
-            for constraint in self.rules.constraints
+            for constraint in self.conditions.constraints
             if (mask := constraint(tokens)) is not None
         ]
         if len(tokens) in self.forbidden:
@@ -278,7 +280,7 @@ class Text:
         in this order.
         """
         stop = self.stops.completed(self.data, self._new_bytes(), self.prompt_bytes)
-        if self.tokens[-1] in self.rules.eos_ids:
+        if self.tokens[-1] in self.conditions.eos_ids:
             self.finish = "eos"
         elif stop is not None:
             self.finish = "stop"
@@ -296,3 +298,11 @@ class Text:
         generated one.
         """
         return max(bisect_right(self.begins, offset) - 1, self.prompt_length)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of equal tokens at the beginning of both."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:  # mostly so, and fast
+        return shorter
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)

@@ -32,8 +32,7 @@ def verify_by_ratio(
     p itself: the bonus token.
     """
     if not len(drafted):  # plain decoding
-        none = torch.zeros((), dtype=torch.int64, device=drafted.device)
-        return none, randomness.draw(target_probs[0], place)
+        return drafted.new_zeros(()), randomness.draw(target_probs[0], place)
     target_probs, draft_probs, ratios = in_ratio(target_probs, draft_probs, drafted)
     accepted = randomness.accept(ratios).long().cumprod(0).sum()
     # index_select, because an index in brackets is read by the host, which synchronises with a GPU.
@@ -82,8 +81,7 @@ def verify_by_block(
     token is drawn from norm(max(0, reach[i] · p − q)), after the whole draft from p.
     """
     if not len(drafted):  # plain decoding
-        none = torch.zeros((), dtype=torch.int64, device=drafted.device)
-        return none, randomness.draw(target_probs[0], place)
+        return drafted.new_zeros(()), randomness.draw(target_probs[0], place)
     p, q, ratios = in_ratio(target_probs, draft_probs, drafted)
     reached = [ratios.new_ones(())]
     for ratio in ratios:

@@ -235,31 +235,33 @@ def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
     layers = read("num_hidden_layers", int, largest=MOST_LAYERS)
     first = read("max_window_layers", int, smallest=0)
     pattern = read("sliding_window_pattern", int, optional=True)
-    kinds = given or [
-        EVERYWHERE if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING
-        for layer in range(layers)
-    ]
-    if not isinstance(kinds, list) or len(kinds) != layers:
+    if given is None:
+        given = [
+            EVERYWHERE if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING
+            for layer in range(layers)
+        ]
+    if not isinstance(given, list) or len(given) != layers:
         raise InputError(f"config.json: layer_types must name the kind of each of {layers} layers")
-    return [_one_of("layer type", kind, (SLIDING, EVERYWHERE)) for kind in kinds]
+    return [_one_of("layer type", kind, (SLIDING, EVERYWHERE)) for kind in given]
 
 
 def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope]:
     """Return the rotary embedding of each kind of layers, for up to ``max_positions`` tokens.
 
-    Where there are ``two``, the scaling of transformers 4 is that of layers without a window, and
-    rope_parameters hold an object for each kind.
+    A file may hold rope_parameters, and a rope_scaling that a user adds to them. Where there are
+    ``two``, this is the scaling of layers without a window, and rope_parameters hold an object for
+    each kind.
     """
     scaling = _read(raw, {}, "rope_scaling", dict, {})
+    if "type" in scaling:  # an older name
+        scaling = {"rope_type": scaling["type"]} | scaling
     parameters = _read(raw, {}, "rope_parameters", dict, {})
     if not two:
-        return dict.fromkeys(
-            (SLIDING, EVERYWHERE), _rope(raw, scaling or parameters, max_positions)
-        )
+        return dict.fromkeys((SLIDING, EVERYWHERE), _rope(raw, parameters | scaling, max_positions))
     for kind in parameters:
         _one_of("layer type of rope_parameters", kind, (SLIDING, EVERYWHERE))
-    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
-    full = {"rope_theta": raw.get("rope_theta") or 1e6}
+    local = {"rope_theta": _read(raw, {}, "rope_local_base_freq", float, 1e4)}
+    full = {"rope_theta": _read(raw, {}, "rope_theta", float, 1e6)}
     return {
         SLIDING: _rope(raw, local | _read(parameters, {}, SLIDING, dict, {}), max_positions),
         EVERYWHERE: _rope(
@@ -281,6 +283,8 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
     original = read("original_max_position_embeddings", int, max_positions)
     extension = max_positions / original if kind == "yarn" else None
     factors = {name: read(name, float, extension) for name in ROPE_FACTORS[kind]}
+    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
+        raise InputError("config.json: high_freq_factor must be above low_freq_factor")
     if kind == "yarn":
         _one_of("truncate", read("truncate", bool, True), [True])
         factors["attention_factor"] = _attention_factor_of_yarn(read, factors["factor"])

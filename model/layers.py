@@ -199,7 +199,8 @@ def attend_causally(
     ``causal_mask``.
 
     Long prompts are divided into chunks of queries, so that the scores of all queries and keys are
-    never held at once. Keys outside of the family's window are not multiplied at all.
+    never held at once. Keys outside of the family's ``window`` are not multiplied at all.
+    ``newest`` is the window of a layer plan.
     """
     count = q.shape[2]
     size = k.shape[2]

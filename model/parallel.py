@@ -124,8 +124,8 @@ class SplitEmbedding(nn.Module):
 
 
 def split(model: Decoder, shard: Shard) -> Decoder:
-    """Return a decoder that sums with the other ranks, of a loaded model of config ``shard.local``;
-    parameter names stay.
+    """Change a loaded model of config ``shard.local`` into one that sums with the other ranks, and
+    return it; parameter names stay.
     """
     size = shard.config.vocab_size
     vocab = shard.part(size)

@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# ``model.fast`` compiles its rounding with these four
 GROUP = 32  # weights that share scale and zero, in four bits
 LEVELS = 15  # the largest code, in four bits
-CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
+CUTS = 2  # candidates: a group's range with 0 or 1 steps cut off at each end
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
 
@@ -73,7 +74,7 @@ def round_groups(weight: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor
     mean = weighted_sum(weight, shares)
     low, high = torch.aminmax(weight, dim=-1)
     found = []
-    for cut in CUTS:
+    for cut in range(CUTS):
         scale = (high - low) * ((1 - 2 * cut / LEVELS) / LEVELS)
         zero = (low + high - LEVELS * scale) / 2
         for _ in range(FITS + 1):
@@ -117,13 +118,15 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Qua
     ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
     error of a group is at most that of half an even step per weight, from its least to its largest
     weight, plus the rounding of scale and zero to bfloat16. A last group of fewer than 32 columns
-    has its own scale.
+    has its own scale. Raises ValueError for other bits.
     """
     columns = weight.shape[1]
     if bits == 8:
         scale = torch.linalg.vector_norm(weight.float(), torch.inf, 1, keepdim=True) / 127
         codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale))
+    if bits != 4:
+        raise ValueError(f"weights are rounded to 4 or 8 bits, not to {bits}")
     shares = shares_of(importance, columns, weight.device)
     found = []
     for part in weight.split(max(1, CHUNK // columns)):

@@ -8,6 +8,9 @@ from torch import Tensor
 from model.cache import KVCache
 from model.plan import LayerPlan
 
+SMALLEST = 1024  # positions of the shortest static cache
+PADDING = 512  # positions for padded rows: more than any step has
+
 
 class Abilities(NamedTuple):
     """Abilities of a model's steps on its device.
@@ -54,6 +57,6 @@ def static_capacity(positions: int) -> int:
     and padded rows.
 
     So the longest context of 131,072 tokens has eight sizes, for each of which steps are captured
-    again. The room for padded rows is larger than any step needs.
+    again.
     """
-    return max(1024, 1 << (positions - 1).bit_length()) + 512
+    return max(SMALLEST, 1 << (positions - 1).bit_length()) + PADDING

@@ -21,7 +21,7 @@ from decoding.drafters import Drafter, ModelDrafter, ModelFreeDrafter
 from decoding.policies import FixedLength
 from decoding.rounds import expected_speedup
 from decoding.speculate import speculate
-from decoding.text import Rules, Text
+from decoding.text import Conditions, Text
 from model.cache import KVCache
 from model.places import cache_folder
 from model.plan import LayerPlan
@@ -94,7 +94,7 @@ def seconds_of_round(
     """Return the median seconds of a round with drafts of ``gamma`` tokens. The cache holds the
     prompt.
     """
-    text = Text(prompt, Rules(ROUNDS * (gamma + 1)), session.model)
+    text = Text(prompt, Conditions(ROUNDS * (gamma + 1)), session.model)
     rule = session.options.rule
     rounds = speculate(
         session.model,

@@ -17,7 +17,7 @@ from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.loop_law import self_draft
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import SeededRandomness
-from decoding.text import Rules, Text, TokenBytes
+from decoding.text import Conditions, Text, TokenBytes
 from model.cache import KVCache
 from model.config import parse_config
 from model.decoder import Decoder
@@ -117,7 +117,7 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Dec
 
 def text_of(
     prompt: list[int],
-    rules: Rules | None = None,
+    conditions: Conditions | None = None,
     token_bytes: TokenBytes = lambda token: b"",
     *,
     vocab: int = 11,
@@ -125,7 +125,7 @@ def text_of(
 ) -> Text:
     """A text for any model of this size."""
     sizes = SimpleNamespace(vocab_size=vocab, max_positions=positions, device=torch.device("cpu"))
-    return Text(prompt, rules or Rules(1000), sizes, token_bytes)
+    return Text(prompt, conditions or Conditions(1000), sizes, token_bytes)
 
 
 def small_draft_model(model: Decoder, cache: KVCache, tokens: int = 0) -> Drafter:

@@ -312,8 +312,8 @@ MUTANTS = [
         "of several end-of-text ids only the first in the list ends the text",
         text.Text,
         "_check_end",
-        "in self.rules.eos_ids",
-        "in sorted(self.rules.eos_ids)[:1]",
+        "in self.conditions.eos_ids",
+        "in sorted(self.conditions.eos_ids)[:1]",
         law(Request(eos_ids=frozenset({0, 2}))),
     ),
     Mutant(

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from app.server.answers import Answer
 from app.session import Session
-from decoding.rounds import common_prefix
+from decoding.text import common_prefix
 from decoding.together import Together
 
 TEXTS = 4  # written at once

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from decoding.randomness import Place, Randomness
+from model.errors import InputError
 
 
 class Enumerator(Randomness):
@@ -92,6 +93,8 @@ class RaceEnumerator(Enumerator):
     """
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
+        if len(probs) != 2:
+            raise InputError(f"a race is enumerated over two tokens, found {len(probs)}")
         a, b = probs.double().tolist()
         first_wins = self.is_below(place, a / (a + b) if a + b else 1.0)
         return torch.tensor(0 if first_wins else 1, device=probs.device)
@@ -122,10 +125,11 @@ def outcomes(
 
 
 def summed(found: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
-    """Return the law of results, each of which may occur several times."""
+    """Return the law of results, each of which may occur several times: its sum must be 1."""
     law: defaultdict[Hashable, float] = defaultdict(float)
     for result, weight in found:
         law[result] += weight
+    assert abs(sum(law.values()) - 1) < 1e-6, f"a law whose sum is not 1: {dict(law)}"
     return dict(law)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from decoding.proof.enumeration import outcomes, summed, total_variation
 from decoding.proof.noise import Noise, Refused, Walk, as_noise, follow
@@ -64,13 +65,17 @@ class FollowedTorch(TorchFunctionMode):
     ) -> Any:
         named = named or {}
         name = function.__name__
-        if draw := DRAWS.get(name):
-            return draw(self.walk, function, *given, **named)
+        noisy = [each for each in tree_leaves((given, named)) if isinstance(each, Noise)]
+        if not noisy and (draw := DRAWS.get(name)):
+            # set back, so that only draws that were not replaced change torch's generator
+            state = torch.get_rng_state()
+            drawn = draw(self.walk, function, *given, **named)
+            torch.default_generator.set_state(state)
+            return drawn
         if name in REFUSED:
             raise Refused(
                 f"torch's {name} cannot be enumerated (models are to be made before the run)"
             )
-        noisy = [each for each in (*given, *named.values()) if isinstance(each, Noise)]
         if not noisy:
             return function(*given, **named)
         # float(u) is no conversion of a tensor
@@ -90,13 +95,12 @@ def multinomial(
     input: Tensor,  # named as torch does
     num_samples: int,
     replacement: bool = False,
-    **unused: Any,
+    **named: Any,
 ) -> Tensor:
     """Replace ``torch.multinomial``: a fork per row and sample, over the tokens of positive
-    probability.
+    probability. For wrong weights it raises torch's error.
     """
-    if not (input.sum(-1) > 0).all():
-        return function(input, num_samples, replacement)  # raises torch's error
+    result = function(input, num_samples, replacement, **named)
     drawn = []
     for row in input.reshape(-1, input.shape[-1]):
         left = row.clone()
@@ -105,40 +109,39 @@ def multinomial(
             drawn.append(token)
             if not replacement:
                 left[token] = 0
-    return torch.stack(drawn).view(*input.shape[:-1], num_samples)
+    return result.copy_(torch.stack(drawn).view(result.shape))
 
 
 def bernoulli(
-    walk: Walk, function: Callable[..., Tensor], input: Tensor, p: Any = None, **unused: Any
+    walk: Walk, function: Callable[..., Tensor], input: Tensor, *given: Any, **named: Any
 ) -> Tensor:
-    """Replace ``torch.bernoulli`` and its forms as methods: a fork per element."""
-    probs = input if p is None else torch.as_tensor(p, dtype=torch.float64).expand(input.shape)
-    tossed = [walk.accept(each[None]).item() for each in probs.reshape(-1)]
-    result = torch.tensor(tossed, dtype=input.dtype).view(input.shape)
-    return input.copy_(result) if function.__name__.endswith("_") else result
+    """Replace ``torch.bernoulli`` and its forms as methods: a fork per element. In place, p is .5
+    unless it is given.
+    """
+    default = 0.5 if function.__name__ == "bernoulli_" else input
+    p, *_ = *given, named.get("p", default)
+    probs = torch.as_tensor(p, dtype=torch.float64).clone()  # before the tensor is overwritten
+    result = function(input, *given, **named)
+    tossed = [walk.accept(each[None]).item() for each in probs.expand(result.shape).flatten()]
+    return result.copy_(torch.tensor(tossed).view(result.shape))
 
 
 def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-    """Replace ``torch.rand``, ``rand_like`` and ``uniform_`` from 0 to 1."""
-    bounds = named.get("from", 0), named.get("to", 1), *given[1:3]
-    if function.__name__ == "uniform_" and not {*bounds} <= {0, 1}:
+    """Replace ``uniform_`` from 0 to 1."""
+    bounds = dict(zip(("from", "to"), given[1:], strict=False)) | named
+    if bounds.get("from", 0) != 0 or bounds.get("to", 1) != 1:
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
-    return walk.fresh("u", function, *given, **named)
-
-
-def exponential(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-    """Replace ``exponential_`` of any rate: it does not change which token wins."""
-    return walk.fresh("E", function, *given, **named)
+    return walk.fresh(function, *given, kind="u", **named)
 
 
 DRAWS: dict[str, Callable[..., Any]] = {
     "multinomial": multinomial,
     "bernoulli": bernoulli,
     "bernoulli_": bernoulli,
-    "rand": uniform,
-    "rand_like": uniform,
+    "rand": partial(Walk.fresh, kind="u"),
+    "rand_like": partial(Walk.fresh, kind="u"),
     "uniform_": uniform,
-    "exponential_": exponential,
+    "exponential_": partial(Walk.fresh, kind="E"),  # of any rate: the same token wins
 }
 
 
@@ -169,7 +172,7 @@ def replaced(walk: Walk) -> Iterator[None]:
     """Return a context in which all random functions are those of the walk, or are refused."""
 
     def uniforms(*shape: Any) -> Noise:
-        return walk.fresh("u", torch.empty, shape)
+        return walk.fresh(torch.empty, shape, kind="u")
 
     def seed(*given: Any, **named: Any) -> None:
         """Refuse a seed after the first draw, since numbers would repeat; before it, no law
@@ -193,12 +196,11 @@ def states() -> dict[str, bytes]:
     """Return the state of the generator of each library. A draw that was not replaced changes it:
     dropout, or a function that was imported by its own name.
     """
-    found = {
-        "torch": torch.get_rng_state().numpy(),
-        "random": random.getstate(),
-        "numpy.random": np.random.get_state(),
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": pickle.dumps(random.getstate()),
+        "numpy.random": pickle.dumps(np.random.get_state()),
     }
-    return {library: pickle.dumps(state) for library, state in found.items()}
 
 
 @dataclass(frozen=True)
@@ -295,14 +297,14 @@ class Comparison:
             )
         return self.distance <= bound + self.error
 
-    def worst(self, count: int = 5) -> list[tuple[Hashable, float, float]]:
-        """Return the results that differ most: the result, its plain and its speculative
+    def worst(self) -> list[tuple[Hashable, float, float]]:
+        """Return the five results that differ most: the result, its plain and its speculative
         probability.
         """
         plain = self.plain.probs
         other = self.speculative.probs
         pairs = [(key, plain.get(key, 0.0), other.get(key, 0.0)) for key in {**plain, **other}]
-        return sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:count]
+        return sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:5]
 
 
 def assert_lossless(
@@ -312,7 +314,7 @@ def assert_lossless(
     Refused where that cannot be told.
     """
     found = Comparison(law_of(plain), law_of(speculative))
-    differing = "; ".join(f"{key}: {p:.6g}, not {q:.6g}" for key, p, q in found.worst(3))
+    differing = "; ".join(f"{key}: {p:.6g}, not {q:.6g}" for key, p, q in found.worst())
     assert found.is_within(bound), (
         f"the laws have a total variation of {found.distance:.3g}: {differing}"
     )

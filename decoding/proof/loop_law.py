@@ -25,6 +25,7 @@ from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.text import DeadEnd, Text
 from model.cache import KVCache
+from model.errors import InputError
 
 
 def self_draft(model: TableModel, cache: KVCache) -> Drafter:
@@ -51,11 +52,18 @@ def run_loop(
     rule: str = "ratio",
 ) -> Outcome:
     """Run one text of the production loop; return its tokens and the reason of its end. Its records
-    are appended to ``rounds``.
+    are appended to ``rounds``. Raises InputError for an unknown rule, and for a prompt that is
+    empty or leaves no room for a token.
     """
+    if rule not in rules.RULES:
+        raise InputError(f"a rule is one of {', '.join(rules.RULES)}, found {rule!r:.80}")
+    if not 0 < len(request.prompt) < model.max_positions:
+        raise InputError(
+            f"a prompt has 1 to {model.max_positions - 1} tokens, found {len(request.prompt)}"
+        )
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
-    verify = getattr(rules, f"verify_by_{rule}")
+    verify = getattr(rules, rules.RULES[rule][1].__name__)
     text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
     policy = drafter if isinstance(drafter, Policy) else setup.policy()

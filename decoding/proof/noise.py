@@ -22,6 +22,7 @@ from model.errors import InputError
 
 WHOLE = (0.0, 1.0)  # part of a uniform number that has decided nothing
 RACED = (0.0, 0.0)  # part of a number that has decided a race
+ALONE = 2  # holders of a storage, if no other tensor shares it: a tensor and what asks for it
 UNSCALED = torch.ones((), dtype=torch.float64)  # factor of numbers that were not multiplied
 # kind of the result, by function and kind of the argument
 BECOMES = {
@@ -65,8 +66,10 @@ def as_noise(
     data: Tensor, kind: str, ids: Tensor, factor: Tensor = UNSCALED, weights: Any = None
 ) -> Noise:
     """Return the tensor itself as noise, so that functions which write into a tensor can be
-    replaced.
+    replaced. Raises Refused for a tensor with views, which would not see the noise.
     """
+    if torch._C._storage_Use_Count(data.untyped_storage()._cdata) > ALONE:
+        raise Refused(f"{kind}, a random number, in a part of a tensor cannot be enumerated")
     data.__class__ = Noise
     factor = factor.expand(ids.shape)
     vars(data).update(kind=kind, ids=ids, factor=factor, weights=weights)
@@ -76,15 +79,9 @@ def as_noise(
 class Walk(Enumerator):
     """Enumerator of the paths of code that draws random numbers, whose ids count from 0."""
 
-    def fresh(self, kind: str, make: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
-        """Return noise of new numbers, in the tensor that ``make`` returns.
-
-        Where ``make`` draws, torch's generator is set back: only draws that were not replaced
-        change it.
-        """
-        state = torch.get_rng_state()
+    def fresh(self, make: Callable[..., Tensor], *given: Any, kind: str, **named: Any) -> Noise:
+        """Return noise of new numbers, in the tensor that ``make`` returns."""
         data = make(*given, **named)
-        torch.default_generator.set_state(state)
         first = len(self.parts)
         ids = torch.arange(first, first + data.numel())
         self.parts |= dict.fromkeys(ids.tolist(), WHOLE)
@@ -107,8 +104,11 @@ def follow(
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
-    others = [each for each in (*given, *named.values()) if not isinstance(each, Noise)]
-    dtypes = [getattr(each, "dtype", each) for each in others]
+    dtypes = [
+        getattr(each, "dtype", each)
+        for each in (*given, *named.values())
+        if not isinstance(each, Noise)
+    ]
     match [name, *kinds]:  # the kind of another argument is None
         # u.item(), u.float(); a whole number of u is another number
         case [_, str(), *_] if name in CONVERSIONS and all(
@@ -126,8 +126,8 @@ def follow(
         # u < p / q, p / q > u, u.log() <= p.log() - q.log()
         case [_, "u" | "log u", None] | [_, None, "u" | "log u"] if name in LESS + GREATER:
             return compare(walk, noise, other, is_below=(name in LESS) == (noise is given[0]))
-        # torch.searchsorted(p.cumsum(-1), u)
-        case ["searchsorted", None, "u"]:
+        # torch.searchsorted(p.cumsum(-1), u), whichever side
+        case ["searchsorted", None, "u"] if named.get("sorter") is None:
             return found_places(walk, other, noise)
         # u * q, which p is compared with
         case ["mul" | "rmul" | "multiply", "u", None] | ["mul" | "multiply", None, "u"]:
@@ -152,6 +152,8 @@ def compare(walk: Walk, noise: Noise, other: Any, *, is_below: bool) -> Tensor:
     thresholds = torch.as_tensor(other, dtype=torch.float64)
     if noise.kind == "log u":
         thresholds = thresholds.exp()
+    if ((thresholds == 0) & (noise.factor == 0)).any():
+        raise Refused("a random number times 0 cannot be compared with 0")
     ids, thresholds = torch.broadcast_tensors(noise.ids, thresholds / noise.factor)
     results = [
         not math.isnan(threshold) and walk.is_below(number, threshold) == is_below
@@ -166,9 +168,9 @@ def found_places(walk: Walk, sums: Tensor, noise: Noise) -> Tensor:
     """Return the place of each u in its row of sorted sums, int64 in the shape of the noise: the
     number of sums that it is not below.
     """
-    column = as_noise(noise[..., None], "u", noise.ids[..., None], noise.factor[..., None])
-    not_below = compare(walk, column, sums[..., None, :], is_below=False)
-    return not_below.sum(-1).view(noise.ids.shape)
+    shape = *noise.shape, 1
+    column = as_noise(torch.empty(shape), "u", noise.ids[..., None], noise.factor[..., None])
+    return compare(walk, column, sums[..., None, :], is_below=False).sum(-1)
 
 
 def race(noise: Noise, weights: Any) -> Noise:
@@ -179,9 +181,10 @@ def race(noise: Noise, weights: Any) -> Noise:
 
 
 def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the argmax of a race over the last dimension: a fork per row, by the weights.
+    """Return the argmax of a race over the last dimension: a fork per row, by the positive weights.
 
-    Raises Refused where one of its numbers has decided something before.
+    Raises Refused where one of its numbers has decided something before, and for a row whose
+    weights are all negative.
     """
     if dim not in (-1, noise.dim() - 1) and noise.dim() > 1:
         return NotImplemented
@@ -190,5 +193,16 @@ def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = Fa
             raise Refused("two draws share a random number: races that are not independent")
         walk.parts[number] = RACED
     rows = noise.weights.reshape(-1, noise.weights.shape[-1])
-    drawn = torch.stack([walk.draw(row, Place(0)) for row in rows]).view(noise.ids.shape[:-1])
+    drawn = torch.stack([winner(walk, row) for row in rows]).view(noise.ids.shape[:-1])
     return drawn[..., None] if keepdim else drawn
+
+
+def winner(walk: Walk, weights: Tensor) -> Tensor:
+    """Return the argmax of a race of one row: a fork, unless none is positive or one is not finite.
+
+    Such a race is decided by the weights alone: zeros and infinities stay what they are.
+    """
+    largest = weights.amax()
+    if largest < 0:
+        raise Refused("a race of negative weights cannot be enumerated")
+    return walk.draw(weights.clamp(min=0), Place(0)) if 0 < largest < math.inf else weights.argmax()

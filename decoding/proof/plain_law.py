@@ -1,46 +1,37 @@
 """Law of plain sampling, by recursion over texts: the reference for the law of the loop.
 
-It shares only ``distribution``, ``Rules`` and constraints with the production loop, and has no
-rounds, drafts, caches or rollbacks.
+It shares only ``distribution``, ``Conditions`` and constraints with the production loop, and has
+no rounds, drafts, caches or rollbacks.
 """
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from decoding.proof.table_model import TEXTS
+from decoding.proof.table_model import TEXTS, TableModel
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Rules
+from decoding.text import Conditions
 
 DEAD_END = "every token forbidden"
 
 Outcome = Hashable  # (tokens, finish), or DEAD_END
 
 
-class Rows(Protocol):
-    """Interface of a model here: the logits ``[vocab]`` after a history."""
-
-    vocab_size: int
-
-    def row(self, history: Sequence[int]) -> Tensor: ...
-
-
 @dataclass(frozen=True)
-class Request(Rules):
-    """Prompt and sampling parameters of a text, beside its rules."""
+class Request(Conditions):
+    """Prompt and sampling parameters of a text, beside its conditions."""
 
     max_new_tokens: int = 2
     prompt: tuple[int, ...] = (0,)
     params: SamplingParams = SamplingParams(temperature=1.0)
 
 
-def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
-    """Return the probability of every outcome of plain sampling under the request's rules."""
+def plain_law(model: TableModel, request: Request) -> dict[Outcome, float]:
+    """Return the probability of every outcome of plain sampling under the request's conditions."""
     law: defaultdict[Outcome, float] = defaultdict(float)
+    longest = min(request.max_new_tokens, model.max_positions - len(request.prompt))
     prompt_bytes = len(b"".join(TEXTS[token] for token in request.prompt))
 
     def expand(
@@ -78,7 +69,7 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
                 law[longer, "eos"] += weight * probability
             elif stop is not None:
                 law[longer, "stop"] += weight * probability
-            elif len(longer) == request.max_new_tokens:
+            elif len(longer) == longest:
                 law[longer, "length"] += weight * probability
             else:
                 expand(longer, forbidden, weight * probability)

@@ -34,7 +34,8 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
 
     Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
     so where only a C compiler is missing. Elsewhere the model is changed too: on a CPU its
-    ``attend``, by which it reads prompts, and on a GPU its ``planned`` blocks.
+    ``attend`` and, where the processor does not multiply bfloat16, its linear layers, both for
+    prompts; on a GPU its ``planned`` blocks.
     """
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder

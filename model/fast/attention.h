@@ -52,17 +52,17 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
 #pragma GCC unroll 16
         for (int i = 0; i < 2 * queries; i++) {
             Ints keys = turned[word][i % 2];
-            const char *of = x + i / 2 * x_bytes + 4 * word;
+            const char *query = x + i / 2 * x_bytes + 4 * word;
             Floats *sum = &sums[i / 2][i % 2];
             if (kind == F32) {
-                *sum = multiply_add((Floats)keys, broadcast(AT(float, of)), *sum);
+                *sum = multiply_add((Floats)keys, broadcast(AT(float, query)), *sum);
             } else if (HAS_PAIRS) {
-                *sum = multiply_add_bf16(*sum, keys, AT(int32_t, of) - (Ints){0});
+                *sum = multiply_add_bf16(*sum, keys, AT(int32_t, query) - (Ints){0});
             } else { /* even columns come before the odd ones: see round_inputs */
                 Floats even = (Floats)(keys << 16), odd = (Floats)(keys & (int32_t)0xFFFF0000);
-                of += word / LANES * 4 * LANES;
-                *sum = multiply_add(even, broadcast(AT(float, of)), *sum);
-                *sum = multiply_add(odd, broadcast(AT(float, of + 4 * LANES)), *sum);
+                query += word / LANES * 4 * LANES;
+                *sum = multiply_add(even, broadcast(AT(float, query)), *sum);
+                *sum = multiply_add(odd, broadcast(AT(float, query + 4 * LANES)), *sum);
             }
         }
 #pragma GCC unroll 16
@@ -78,15 +78,15 @@ static void score_keys(long kind, long queries, const char *keys, long begin, lo
     for (long key = begin / TURNED * TURNED; key < end; key += TURNED) {
         turn_keys(keys + key * bytes, end - key, bytes / 4, turned);
         for (long query = 0, taken; query < queries; query += taken) {
-            const char *of = x + query * x_bytes;
+            const char *first = x + query * x_bytes;
             float *out = scores + query * CHUNK + key;
             taken = min(MANY, queries - query);
 #pragma GCC unroll 8
             for (int n = 1; n <= MANY; n++)
                 if (n == taken && kind == BF16)
-                    score(BF16, n, turned, bytes / 4, of, x_bytes, out);
+                    score(BF16, n, turned, bytes / 4, first, x_bytes, out);
                 else if (n == taken)
-                    score(F32, n, turned, bytes / 4, of, x_bytes, out);
+                    score(F32, n, turned, bytes / 4, first, x_bytes, out);
         }
     }
 }
@@ -104,7 +104,7 @@ static void weigh(float *scores, const long visible[2], float scale, float cap, 
     int32_t largest = -0x7F800001;
     for (long i = begin; i < end; i++) {
         scores[i] = cap ? capped(scores[i] * scale, cap) : scores[i] * scale;
-        /* compared as integers of the same order, of which NaN is the largest */
+        /* compared as integers of the same order: NaN is the largest or least, by its sign */
         int32_t bits = bits_of(scores[i]), ordered = bits ^ (bits >> 31 & 0x7FFFFFFF);
         largest = ordered > largest ? ordered : largest;
     }
@@ -130,10 +130,10 @@ INLINE long place_of_column(long kind, long i) {
 }
 
 /* Add two weighted values, 2 * WIDTH columns of each, to the sums of a few queries. */
-INLINE void add_two(long kind, int queries, const char *one, const char *two, long left,
+INLINE void add_two(long kind, int queries, const char *value, const char *next, long left,
                     const char *weights, Floats sums[MANY][2]) {
     if (weight_bytes(kind) == 2) {
-        Ints a = (Ints)load(F32, one, left / 2), b = (Ints)load(F32, two, left / 2);
+        Ints a = (Ints)load(F32, value, left / 2), b = (Ints)load(F32, next, left / 2);
         Ints even = (a & 0xFFFF) | b << 16;
         Ints odd = (Ints)((Uints)a >> 16) | (b & (int32_t)0xFFFF0000);
 #pragma GCC unroll 8
@@ -145,9 +145,9 @@ INLINE void add_two(long kind, int queries, const char *one, const char *two, lo
         return;
     }
 #pragma GCC unroll 2
-    for (int of_two = 0; of_two < 2; of_two++, one = two, weights += 4) {
-        Floats first = load(kind, one, left);
-        Floats second = load(kind, one + WIDTH * bytes_of(kind), left - WIDTH);
+    for (int place = 0; place < 2; place++, value = next, weights += 4) {
+        Floats first = load(kind, value, left);
+        Floats second = load(kind, value + WIDTH * bytes_of(kind), left - WIDTH);
 #pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
             Floats weight = broadcast(AT(float, weights + query * CHUNK * 4));
@@ -168,9 +168,9 @@ INLINE void add_values(long kind, int queries, const char *values, long row, lon
     for (int i = 0; i < 2 * queries; i++)
         sums[i / 2][i % 2] = AT(Floats, out + i / 2 * stride + i % 2 * WIDTH);
     for (long at = begin & ~1; at < end; at += 2) {
-        const char *one = at < begin ? zeros : values + at * row;
-        const char *two = at + 1 < end ? values + (at + 1) * row : zeros;
-        add_two(kind, queries, one, two, left, weights + at * weight_bytes(kind), sums);
+        const char *value = at < begin ? zeros : values + at * row;
+        const char *next = at + 1 < end ? values + (at + 1) * row : zeros;
+        add_two(kind, queries, value, next, left, weights + at * weight_bytes(kind), sums);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 2 * queries; i++)
@@ -184,19 +184,19 @@ static void add_all_values(long kind, long queries, const char *values, long beg
     long row = size * bytes_of(kind), bytes = CHUNK * weight_bytes(kind), taken;
     for (long column = 0; column < size && begin < end; column += 2 * WIDTH)
         for (long query = 0, left = size - column; query < queries; query += taken) {
-            const char *of = values + column * bytes_of(kind), *by = weights + query * bytes;
-            float *to = out + query * stride + column;
+            const char *v = values + column * bytes_of(kind), *w = weights + query * bytes;
+            float *sums = out + query * stride + column;
             taken = left < 2 * WIDTH ? 1 : min(MANY, queries - query);
             if (left < 2 * WIDTH) {
-                add_values(kind, 1, of, row, left, begin, end, by, to, stride);
+                add_values(kind, 1, v, row, left, begin, end, w, sums, stride);
                 continue;
             }
 #pragma GCC unroll 8
             for (int n = 1; n <= MANY; n++)
                 if (n == taken && kind == BF16)
-                    add_values(BF16, n, of, row, 2 * WIDTH, begin, end, by, to, stride);
+                    add_values(BF16, n, v, row, 2 * WIDTH, begin, end, w, sums, stride);
                 else if (n == taken)
-                    add_values(F32, n, of, row, 2 * WIDTH, begin, end, by, to, stride);
+                    add_values(F32, n, v, row, 2 * WIDTH, begin, end, w, sums, stride);
         }
 }
 

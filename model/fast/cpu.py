@@ -9,7 +9,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_long, c_void_p
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,13 @@ from model.cache import KVCache
 from model.config import Rope
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
-from model.fast.compiled import library
+from model.fast.library import library
 from model.layers import RMSNorm, rotary_table
-from model.plan import FULL, LOW_BITS, LayerPlan
+from model.plan import FULL, LOW_BITS, SINKS, LayerPlan
 from model.quantise import shares_of
 from model.steps import Abilities
 
-KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers, as in step.c
+KINDS = {torch.bfloat16: 16, torch.float32: 32}  # kinds of numbers in step.c, by their bits
 NORMS = {  # of a block: fields of a layer in step.c, and their names here
     "llama": {
         "attention_norm": "input_layernorm",
@@ -65,7 +65,7 @@ CModel = structure(
     {
         "layers embedding norm": c_void_p,
         "head": CMatrix,
-        "num_layers kind hidden heads key_heads groups size newest": c_long,
+        "num_layers kind hidden heads key_heads groups size newest sinks": c_long,
         "embedding_scale eps scale soft_cap final_soft_cap": c_float,
         "is_gelu": c_int32,
     },
@@ -76,12 +76,10 @@ STRUCTURES = CMatrix, CLayer, CModel, CText  # in the order of structure_bytes i
 
 def call(function: str, *arguments: object) -> None:
     """Call a function of ``step.c`` on torch's number of threads, with tensors by address."""
-    of_step = [
-        c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments
-    ]
+    values = [c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments]
     with one_at_a_time:
         library().use_threads(c_long(torch.get_num_threads()))
-        getattr(library(), function)(*of_step)
+        getattr(library(), function)(*values)
 
 
 class FastDecoder(PreparedDecoder):
@@ -137,9 +135,16 @@ class FastDecoder(PreparedDecoder):
         """Return the logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as
         possible.
 
-        Each call has its own cache. The logits of a call have the same bits as alone.
+        Each call has its own cache. The logits of a call have the same bits as alone. Raises
+        IndexError for ids outside of the vocabulary, and ValueError where a cache is of another
+        batch, or as ``KVCache.claim`` does.
         """
         plan = plan or self.full
+        all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls]).long()
+        if ((all_tokens < 0) | (all_tokens >= self.vocab_size)).any():
+            raise IndexError(f"a token id is not in 0..{self.vocab_size - 1}")
+        if any(len(tokens) != len(cache.addresses) for tokens, cache, _ in calls):
+            raise ValueError("the cache and the tokens are of different batches")
         texts: list[ctypes.Structure] = []
         for tokens, cache, start in calls:
             rows = tokens.shape[1]
@@ -147,15 +152,14 @@ class FastDecoder(PreparedDecoder):
             head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
             texts += [CText(each.data_ptr(), rows, start, head_bytes) for each in cache.addresses]
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
-        all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls])
         logits = torch.empty(len(all_tokens), self.vocab_size)
         array = (CText * len(texts))(*texts)
         call("step", ctypes.byref(weights.model), array, c_long(len(texts)), all_tokens, logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
-        return [each.view(*tokens.shape, -1) for each, (tokens, _, _) in by_call]
+        return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
 
     def copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
-        """Copy of a weight in few bits, by the importance of its inputs."""
+        """Return the copy of a weight in few bits, made once, by the importance of its inputs."""
         if (product, bits) not in self.copies:
             importance = self.importance.get(product)
             self.copies[product, bits] = rounded(product.weight.detach(), bits, importance)
@@ -175,7 +179,12 @@ class Weights:
         self.positions = 1 << (positions - 1).bit_length()
         config = fast.config
         model = fast.model
-        angles = {rope: self.angles(rope, config.head_dim) for rope in set(config.ropes)}
+        angles = {
+            rope: [
+                self.address(each) for each in angle_table(rope, config.head_dim, self.positions)
+            ]
+            for rope in set(config.ropes)
+        }
         parts = zip(
             model.layers, plan.attention, plan.mlp, config.ropes, config.windows, strict=True
         )
@@ -199,6 +208,7 @@ class Weights:
             groups=config.num_heads // config.num_kv_heads,
             size=config.head_dim,
             newest=plan.window or 0,
+            sinks=SINKS,
             embedding_scale=model.embedding_scale,
             eps=config.norm_eps,
             scale=config.attention_scale,
@@ -217,13 +227,19 @@ class Weights:
         names: dict[str, str],
     ) -> ctypes.Structure:
         """Return the weights of a block, those of each sublayer in its number of bits."""
-        of = block.self_attn
+        sublayer = block.self_attn
         norms = {field: self.scales(block.get_submodule(name)) for field, name in names.items()}
-        if of.config.head_norms:
-            norms |= {"q_norm": self.scales(of.q_norm), "k_norm": self.scales(of.k_norm)}
+        if sublayer.config.head_norms:
+            norms |= {
+                "q_norm": self.scales(sublayer.q_norm),
+                "k_norm": self.scales(sublayer.k_norm),
+            }
         return CLayer(
-            qkv=tuple(self.matrix(each, attention) for each in (of.q_proj, of.k_proj, of.v_proj)),
-            o=self.matrix(of.o_proj, attention),
+            qkv=tuple(
+                self.matrix(each, attention)
+                for each in (sublayer.q_proj, sublayer.k_proj, sublayer.v_proj)
+            ),
+            o=self.matrix(sublayer.o_proj, attention),
             gate_up=tuple(
                 self.matrix(each, mlp) for each in (block.mlp.gate_proj, block.mlp.up_proj)
             ),
@@ -253,10 +269,12 @@ class Weights:
         """Return the address of the factors by which a norm scales, float32."""
         return self.address(norm.weight.float() + (1 - norm.neutral))
 
-    def angles(self, rope: Rope, size: int) -> list[int]:
-        """Return the addresses of cosine and sine ``[positions, size / 2]``, float32."""
-        tables = rotary_table(rope, size, self.positions, torch.float32, torch.device("cpu"))
-        return [self.address(each.chunk(2, 1)[1].contiguous()) for each in tables]
+
+@lru_cache(maxsize=2)  # a model has up to two ropes, and its plans share them
+def angle_table(rope: Rope, size: int, positions: int) -> list[Tensor]:
+    """Return cosine and sine ``[positions, size / 2]``, float32."""
+    tables = rotary_table(rope, size, positions, torch.float32, torch.device("cpu"))
+    return [each.chunk(2, 1)[1].contiguous() for each in tables]
 
 
 def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
@@ -309,12 +327,13 @@ def attend_by_step(
         groups=heads // k.shape[1],
         size=size,
         newest=newest or 0,
+        sinks=SINKS,
         scale=scale,
         soft_cap=soft_cap or 0,
     )
-    for text in range(batch):
-        entries = (c_void_p * 2)(k[text].data_ptr(), v[text].data_ptr())
+    for number in range(batch):
+        entries = (c_void_p * 2)(k[number].data_ptr(), v[number].data_ptr())
         start = k.shape[2] - count
-        of = CText(ctypes.addressof(entries), count, start, k.stride(1) * k.itemsize)
-        call("attend", ctypes.byref(model), ctypes.byref(of), queries[text], out[text])
+        text = CText(ctypes.addressof(entries), count, start, k.stride(1) * k.itemsize)
+        call("attend", ctypes.byref(model), ctypes.byref(text), queries[number], out[number])
     return out.to(q.dtype).transpose(1, 2)

@@ -58,17 +58,20 @@ class StaticCache:
         if end + ROWS <= self.entries.capacity:
             return
         self.steps.clear()
-        more = static_capacity(end) - self.entries.capacity
-        self.entries.capacity += more
+        capacity = static_capacity(end)
+        self.entries.capacity = 0  # without memory for all, the next call gives them one length
         for tensors in (self.entries.keys, self.entries.values):
             for layer, tensor in enumerate(tensors):
+                more = capacity - tensor.shape[2]
                 tensors[layer] = torch.nn.functional.pad(tensor, (0, 0, 0, more))
+        self.entries.capacity = capacity
 
 
 class TextCache(KVCache):
     """Cache of a text, at first empty, with the tensors of a static cache."""
 
     def __init__(self, static: StaticCache, capacity: int) -> None:
+        static.make_room(1)
         self.static = static
         self.capacity = capacity
         self.keys = static.entries.keys

@@ -192,8 +192,8 @@ INLINE float capped(float x, float cap) { return cap * hyperbolic_tangent(x / ca
 INLINE Four add_lanes(float lanes[4][LANES]) {
     Four f[4];
     for (int i = 0; i < 4; i++) {
-        const Four *of = (const Four *)lanes[i];
-        f[i] = (of[0] + of[2]) + (of[1] + of[3]);
+        const Four *quarters = (const Four *)lanes[i];
+        f[i] = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
     }
     Four first = PICK(FourInts, f[0], f[1], 0, 1, 4, 5) + PICK(FourInts, f[0], f[1], 2, 3, 6, 7);
     Four last = PICK(FourInts, f[2], f[3], 0, 1, 4, 5) + PICK(FourInts, f[2], f[3], 2, 3, 6, 7);

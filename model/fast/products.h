@@ -6,8 +6,9 @@
 
 #include "numbers.h"
 
-enum { BLOCK = 4 };  /* rows of weights that are multiplied together; LANES of them in low bits */
-enum { GROUP = 32 }; /* columns whose numbers share a scale, in low bits */
+enum { BLOCK = 4 }; /* rows of weights that are multiplied together; LANES of them in low bits */
+/* GROUP, of model.quantise, comes by the compiler's options: columns that share a scale. */
+_Static_assert(GROUP == 32, "low bits lie in memory as drawn below");
 
 typedef struct {
     const char *weights; /* [rows, columns] of BF16 or F32; in low bits as drawn below */
@@ -118,15 +119,15 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
 #pragma GCC unroll 2
             for (int half = 0; half < halves; half++) {
                 long lanes = 4 * WIDTH * (part + q), place = lanes + 4 * LANES * half;
-                Uints two = AT(const Uints, weights + row * stride + lanes);
-                Floats numbers = (Floats)(half ? two & 0xFFFF0000 : two << 16);
+                Uints pair = AT(const Uints, weights + row * stride + lanes);
+                Floats numbers = (Floats)(half ? pair & 0xFFFF0000 : pair << 16);
                 if (kind == F32)
                     numbers = AT(const Floats, weights + row * stride + place);
 #pragma GCC unroll 4
                 for (int n = 0; n < inputs; n++) {
                     const char *of_x = x + n * x_stride + place;
                     Floats *sum = &sums[row][n][q];
-                    *sum = pairs ? multiply_add_bf16(*sum, (Ints)two, AT(const Ints, of_x))
+                    *sum = pairs ? multiply_add_bf16(*sum, (Ints)pair, AT(const Ints, of_x))
                                  : multiply_add(numbers, AT(const Floats, of_x), *sum);
                 }
             }
@@ -189,9 +190,9 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
             Ints second = AT(const int32_t, of_x + 16) - (Ints){0};
 #pragma GCC unroll 4
             for (int q = 0; q < parts; q++) {
-                Ints both = AT(const Ints, codes + 64 * v + 4 * WIDTH * q);
-                sums[n][q] = multiply_add_int8(sums[n][q], both & 0x0F0F0F0F, first);
-                sums[n][q] = multiply_add_int8(sums[n][q], both >> 4 & 0x0F0F0F0F, second);
+                Ints packed = AT(const Ints, codes + 64 * v + 4 * WIDTH * q);
+                sums[n][q] = multiply_add_int8(sums[n][q], packed & 0x0F0F0F0F, first);
+                sums[n][q] = multiply_add_int8(sums[n][q], packed >> 4 & 0x0F0F0F0F, second);
                 compute_now(&sums[n][q]);
             }
         }
@@ -221,9 +222,9 @@ INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
                     Ints sum = add_halves(sums[n][q]) + 16 * add_halves(upper[n][q]);
                     Floats scale = broadcast(1.0f), zero = broadcast(-128.0f);
                     if (kind == FOUR) {
-                        Uints both = AT(const Uints, w + HALVES + 4 * WIDTH * q);
-                        scale = (Floats)(both << 16);
-                        zero = (Floats)(both & 0xFFFF0000);
+                        Uints packed = AT(const Uints, w + HALVES + 4 * WIDTH * q);
+                        scale = (Floats)(packed << 16);
+                        zero = (Floats)(packed & 0xFFFF0000);
                     }
                     Floats of_codes = __builtin_convertvector(sum, Floats);
                     Floats total = broadcast(x[n * groups].total), *out = &found[n][q];

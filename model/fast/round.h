@@ -1,7 +1,6 @@
 /* Rounding of weights to few bits: the codes, scales and zeros of model.quantise.quantise, bit for
- * bit, laid out as products.h draws them. WIDTH rows are rounded at a time, one per lane. */
-
-enum { LEVELS = 15, FITS = 2 }; /* as in model.quantise, whose CUTS are 0 and 1 */
+ * bit, laid out as products.h draws them. WIDTH rows are rounded at a time, one per lane. LEVELS,
+ * CUTS and FITS are those of model.quantise, by the compiler's options. */
 
 typedef struct {
     const Matrix *matrix; /* of BF16 or F32 */
@@ -31,7 +30,7 @@ INLINE void best_grid(const Floats weights[GROUP], const float *shares, Floats *
         high = larger(weights[i], high);
         mean += weights[i] * shares[i];
     }
-    for (int cut = 0; cut < 2; cut++) {
+    for (int cut = 0; cut < CUTS; cut++) {
         Floats s = (high - low) * (float)((1.0 - 2.0 * cut / LEVELS) / LEVELS);
         Floats z = (low + high - s * (float)LEVELS) * 0.5f;
         for (int fit = 0; fit <= FITS; fit++) {

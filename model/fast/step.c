@@ -33,7 +33,7 @@ typedef struct {
     Matrix head;
     long num_layers, kind, hidden;       /* kind: of the embedding and the cache */
     long heads, key_heads, groups, size; /* groups: heads of a key head; size: of a head */
-    long newest; /* positions that a plan shows beside the first SINKS; 0 if it shows all */
+    long newest, sinks; /* window of a plan: the newest and the first positions; newest 0: all */
     float embedding_scale, eps, scale, soft_cap, final_soft_cap; /* soft caps: 0 if there is none */
     int32_t is_gelu;
 } Model;
@@ -57,7 +57,7 @@ typedef struct { /* rows on their way through the layers, and the results on the
     const Layer *layer;
     Span *spans;
     long num_spans, rows, positions;
-    long chunks, sinks; /* chunks of CHUNK positions; number of that of the first SINKS, or -1 */
+    long chunks, sink_chunk; /* chunks of CHUNK positions; number of that of the sinks, or -1 */
     float *qkv;      /* [rows, heads + 2 * key_heads, size] */
     char *queries;   /* [key_heads, rows, groups, size], rounded */
     float *partials; /* [key_heads, rows, groups, chunks, padded size + 2] */
@@ -86,9 +86,9 @@ static void *buffer(int use, size_t bytes) {
 static void embed(const Model *model, const int64_t *tokens, long rows, float *x) {
     long hidden = model->hidden, kind = model->kind;
     for (long row = 0; row < rows; row++, x += hidden) {
-        const char *of = model->embedding + tokens[row] * row_bytes(kind, hidden);
+        const char *embedding = model->embedding + tokens[row] * row_bytes(kind, hidden);
         for (long i = 0; i < hidden; i += WIDTH) {
-            Floats numbers = load(kind, of + i * bytes_of(kind), hidden - i);
+            Floats numbers = load(kind, embedding + i * bytes_of(kind), hidden - i);
             store(F32, x + i, numbers * model->embedding_scale, hidden - i);
         }
     }
@@ -192,18 +192,16 @@ static void finish_heads(void *argument, long piece) {
         }
 }
 
-enum { SINKS = 4 }; /* first positions, which a plan's window does not hide */
-
 /* Positions [range[0], range[1]) of a chunk, counted from its first, that a row attends to. */
 static void find_visible(const Step *s, long chunk, long position, long range[2]) {
     long window = s->layer->window, first = chunk * CHUNK;
     long oldest = window ? max(0, position + 1 - window) : 0;
-    long newest = max(oldest, position + 1 - s->model->newest);
-    if (!s->model->newest || newest <= SINKS) /* nothing is hidden */
+    long newest = max(oldest, position + 1 - s->model->newest), sinks = s->model->sinks;
+    if (!s->model->newest || newest <= sinks) /* nothing is hidden */
         newest = oldest;
-    if (chunk == s->sinks) {
-        range[0] = min(oldest, SINKS);
-        range[1] = newest > oldest ? SINKS : range[0];
+    if (chunk == s->sink_chunk) {
+        range[0] = min(oldest, sinks);
+        range[1] = newest > oldest ? sinks : range[0];
     } else {
         range[1] = max(0, min(CHUNK, position + 1 - first));
         range[0] = min(range[1], max(0, newest - first));
@@ -222,7 +220,7 @@ static void attend_to_chunk(void *argument, long piece) {
     long rows = span->rows, queries = rows * groups, width = padded(size) + 2;
     long place = place_of_query(s, span->row, head * groups), stride = s->chunks * width;
     char *const *entries = span->text->entries + 2 * (s->layer - model->layers);
-    long first = chunk == s->sinks ? 0 : chunk * CHUNK;
+    long first = chunk == s->sink_chunk ? 0 : chunk * CHUNK;
     long offset = head * span->text->head_bytes + first * row_bytes(kind, size);
     const char *x = s->queries + place * input_bytes(kind, size);
     float *out = s->partials + place * stride + chunk * width;
@@ -351,8 +349,8 @@ static Step take_rows(const Model *model, const Text *texts, long count, long do
     for (const Text *text = texts; text < texts + count; text++)
         s.positions = max(s.positions, text->start + text->rows);
     s.chunks = (s.positions + CHUNK - 1) / CHUNK;
-    s.sinks = model->newest ? s.chunks++ : -1;
-    long partials = s.chunks * model->heads * (padded(model->size) + 2); /* of a row */
+    s.sink_chunk = model->newest ? s.chunks++ : -1;
+    long partials = max(1, s.chunks) * model->heads * (padded(model->size) + 2); /* of a row */
     long most = min(MAX_ROWS, MAX_PARTIALS / partials + 1);
     for (const Text *text = texts; text < texts + count; done -= text->rows, text++)
         for (long row = max(0, done), rows; row < text->rows && s.rows < most; row += rows) {

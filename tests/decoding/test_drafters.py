@@ -16,7 +16,7 @@ from decoding.drafters import CATCH_UP, ModelDrafter, PromptLookup
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Rules
+from decoding.text import Conditions
 from model.decoder import Decoder
 from model.plan import LayerPlan
 from tests.configs import FAMILIES
@@ -133,10 +133,13 @@ def test_a_draft_whose_confidence_is_read_ends_with_its_end_of_text_token() -> N
     """
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
-    rules = Rules(100, eos_ids=frozenset(range(VOCAB)))
+    conditions = Conditions(100, eos_ids=frozenset(range(VOCAB)))
     for policy, length in ((AdaptiveExit(0.0, 4), 1), (FixedLength(4), 4)):
         rest = SamplingParams(), policy, SeededRandomness(0)
-        assert len(drafter.propose(text_of([1, 2], rules, vocab=VOCAB), 4, *rest).tokens) == length
+        assert (
+            len(drafter.propose(text_of([1, 2], conditions, vocab=VOCAB), 4, *rest).tokens)
+            == length
+        )
         drafter.rollback(2)
 
 
@@ -168,7 +171,11 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
 def test_the_quality_of_a_lookup_is_its_ngrams_length_rounded_down(
     copied: int, quality: int
 ) -> None:
-    """Of long ones to a power of two, so that few kinds of drafts are learned."""
+    """Of long ones to a power of two, so that few kinds of drafts are learned. Nothing is found in
+    a vocabulary of more tokens than there are characters.
+    """
     words = [*range(100, 100 + copied)]
     text = text_of([*words, 1, 2, *words], vocab=200)
     assert PromptLookup().find(text, 2) == (quality, [1, 2])
+    large = text_of([2**21, 1, 2**21], vocab=2**24)
+    assert PromptLookup().find(large, 2) == (0, [])

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from decoding import drafters, policies, sampling
-from decoding.grammar import ForcedTokens, Grammar, Vocabulary
+from decoding.grammar import TITLES, ForcedTokens, Grammar, Vocabulary
 from decoding.proof import enumeration, loop_law, plain_law, table_model
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
+from decoding.text import Conditions
 from model.cache import KVCache
 from tests.calls import recorded
-from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables
+from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables, text_of
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
@@ -232,6 +233,7 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(
             '{"$ref": "#/$defs/x"}',
             "the JSON schema: Pointer '/$defs/x' does not exist",
         ),
+        *((kind, "a\udcff", f"the {title} is not UTF-8 text") for kind, title in TITLES.items()),
         ("regex", "(", "the regular expression: unclosed group"),
         ("regex", "a\\", "the regular expression ends in a backslash that escapes nothing"),
         ("regex", "(?=a)b", "the regular expression: look-around"),
@@ -253,6 +255,13 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message:
 def test_a_grammar_needs_an_end_of_text_token() -> None:
     for ids in (frozenset(), frozenset({len(TOKENS)})):
         assert "end-of-text" in refusal(Vocabulary, TOKENS, ids, encode)
+
+
+def test_where_the_library_fails_nothing_is_forced() -> None:
+    """After "a" it forces a byte that no token writes."""
+    made = Grammar("regex", "(a|b)cxa", VOCABULARY)
+    text = text_of([0], Conditions(9, constraints=(made(0),)), vocab=EOS + 1)
+    assert ForcedTokens(drafters.NoDraft(), made(0)).forced(text, 4) == []
 
 
 def test_a_tokenizer_that_changes_bytes_changes_no_mask() -> None:

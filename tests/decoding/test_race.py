@@ -201,7 +201,7 @@ def test_the_seed_determines_the_text_under_any_draft(
     eos: set[int],
     constrained: bool,
 ) -> None:
-    """In float64, token for token plain decoding's, for any rules, parameters and samples."""
+    """In float64, token for token plain decoding's, for any conditions, parameters and samples."""
     model = tiny_model(family, vocab=6, seed=model_seed)
     constraints = [partial(no_three_alike, vocab=6)] * constrained
     request = Request(16, frozenset(eos), stops, banned, constraints, (1, 2, 3), params)

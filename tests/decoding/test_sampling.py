@@ -194,7 +194,7 @@ def test_a_cpu_draws_from_the_distribution_of_a_gpu(params: SamplingParams) -> N
     logits[3, 5] = math.nan
     found = distribution(logits, torch.tensor([0] * 4), params)
     top_p = params.top_p if params.top_p < 1 else None
-    filters = top_p, params.min_p or None, float(params.top_k) or None
+    filters = float(params.top_k) or None, top_p, params.min_p or None
     of_gpu = probabilities(logits, params.temperature or None, *filters)
     torch.testing.assert_close(found, of_gpu, rtol=1e-9, atol=0)
     if top_p and params == SamplingParams(params.temperature, top_p=top_p):
@@ -252,7 +252,7 @@ def test_running_sums_are_cumulative_and_never_fall(size: int) -> None:
     ("function", "more"),
     [
         (probabilities, (None, None, None, None)),
-        (probabilities, (0.7, 0.9, 0.1, 5.0)),
+        (probabilities, (0.7, 5.0, 0.9, 0.1)),
         (race_at, (torch.arange(5),)),
     ],
     ids=["greedy", "filters", "race"],

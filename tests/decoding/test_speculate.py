@@ -18,7 +18,7 @@ from decoding.proof import loop_law, plain_law, table_model
 from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, one_hot
-from decoding.text import Rules, Text
+from decoding.text import Conditions, Text
 from decoding.verify import Rule
 from model.cache import KVCache
 from model.decoder import Decoder
@@ -35,9 +35,9 @@ def write(
     policy: Policy,
     *,
     params: SamplingParams = SamplingParams(),
-    rules: Rules | None = None,
+    conditions: Conditions | None = None,
 ) -> list[Round]:
-    text = Text(PROMPT, rules or Rules(20), model)
+    text = Text(PROMPT, conditions or Conditions(20), model)
     return list(loop.speculate(model, cache, text, drafter, policy, params, SeededRandomness(0)))
 
 
@@ -95,7 +95,8 @@ def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token_up_to_the_bu
     for params in (SamplingParams(), SamplingParams(1.0)):
         cache = prefilled(model, PROMPT)
         drafter = ModelDrafter(model, cache)
-        rounds = write(model, cache, drafter, FixedLength(4), params=params, rules=Rules(18))
+        how = {"params": params, "conditions": Conditions(18)}
+        rounds = write(model, cache, drafter, FixedLength(4), **how)
         counts = [(len(r.drafted), r.accepted, len(r.emitted), r.finish) for r in rounds]
         assert counts == [(4, 4, 5, None)] * 3 + [(2, 2, 3, "length")]
 
@@ -137,7 +138,7 @@ def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, 
         said = f"no token at position {last} of the text"
     else:
         model.register_forward_hook(overflow)
-    text = Text(PROMPT, Rules(20, constraints=constraints), model)
+    text = Text(PROMPT, Conditions(20, constraints=constraints), model)
     how = FixedLength(4), SamplingParams(), rule.randomness(), rule.verify
     drafter = CheckedDrafter(Mock(propose=foresee), model)
     rounds = loop.speculate(model, cache, text, drafter, *how)

@@ -1,14 +1,18 @@
-"""The text and its rules: stop strings, bans and streaming agree with naive searches of the whole
-text.
+"""The text and its conditions: stop strings, bans and streaming agree with naive searches of the
+whole text.
 """
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.characters import TextStream
 from decoding.rounds import Round, Statistics
-from decoding.text import Rules
+from decoding.text import Conditions
 from tests.laws import text_of
+from tests.refusal import refusal
 
 PIECES = [
     b"a",
@@ -45,8 +49,8 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
     """For any bans, stops, rounds and tokenisation. A token forbidden where it is wanted is
     replaced by another.
     """
-    rules = Rules(len(wanted), frozenset(eos), stops, banned)
-    text = text_of(prompt, rules, PIECES.__getitem__, vocab=len(PIECES))
+    conditions = Conditions(len(wanted), frozenset(eos), stops, banned)
+    text = text_of(prompt, conditions, PIECES.__getitem__, vocab=len(PIECES))
     stream, shown, left = TextStream(text), "", list(wanted)
     for count in groups * 3:
         round = left[:count] or [3]
@@ -71,9 +75,15 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
         assert shown == text.written == whole.decode(errors="replace")
 
 
+@pytest.mark.parametrize("condition", ["stop_strings", "banned"])
+@pytest.mark.parametrize("strings", ["a", [""], ["\udcff"]])
+def test_a_string_that_no_text_can_hold_is_refused(condition: str, strings: Any) -> None:
+    assert refusal(Conditions, 9, **{condition: strings})
+
+
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
     """An interrupted stream shows it."""
-    text = text_of([0], Rules(9, banned=["bb"]), PIECES.__getitem__)
+    text = text_of([0], Conditions(9, banned=["bb"]), PIECES.__getitem__)
     stream = TextStream(text)
     for tokens, shown in (([2], ""), ([0], "aba"), ([1, 1], ""), ([1], "")):
         text.extend(tokens)
@@ -86,7 +96,7 @@ def test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_bac
     "small" too.
     """
     words = [b"the ", b"small ", b"island ", b"of ", b"village "]
-    text = text_of([0], Rules(9, banned=["island of", "small village"]), words.__getitem__)
+    text = text_of([0], Conditions(9, banned=["island of", "small village"]), words.__getitem__)
     stream, shown = TextStream(text), ""
     for token, retracted in ((1, []), (2, []), (3, [2, 3]), (4, [1, 4]), (3, [])):
         assert text.extend([token])[1] == retracted

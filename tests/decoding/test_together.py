@@ -15,7 +15,7 @@ from decoding.policies import Policy
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.text import DeadEnd, Rules, Text
+from decoding.text import Conditions, DeadEnd, Text
 from decoding.together import FEW, ForFew, Together
 from decoding.verify import RULES, Rule
 from model.decoder import Decoder
@@ -55,7 +55,7 @@ class Job:
     """Text to write, begun after ``begins`` shared steps and ended after ``most_rounds`` rounds."""
 
     prompt: list[int]
-    rules: Rules
+    conditions: Conditions
     kind: str = "none"
     policy: str = "fixed"
     params: SamplingParams = SamplingParams(1.0)
@@ -69,7 +69,8 @@ class Job:
         """Write the text to its end, by ``target`` in place of the model."""
         self.rounds.clear()
         cache = model.new_cache(48)
-        text = Text(self.prompt, self.rules, model, lambda token: b"abcdefghijk"[token : token + 1])
+        letter = lambda token: b"abcdefghijk"[token : token + 1]  # noqa: E731
+        text = Text(self.prompt, self.conditions, model, letter)
         target.prefill(torch.tensor([self.prompt[:-1]], dtype=torch.int64), cache)
         drafter = REAL_DRAFTERS[self.kind](target, cache)
         if self.kind == "model" and isinstance(target, Together):
@@ -112,8 +113,8 @@ def together(model: Decoder, jobs: Sequence[Job], for_few: bool = False) -> None
         steps += 1
 
 
-rules = st.builds(
-    Rules,
+conditions = st.builds(
+    Conditions,
     st.integers(1, 16),
     st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
     st.lists(st.sampled_from(["ab", "g", "cc"]), max_size=1),
@@ -124,7 +125,7 @@ nucleus = SamplingParams(0.8, top_p=0.8, repetition_penalty=1.2)
 jobs = st.builds(
     Job,
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=13),
-    rules,
+    conditions,
     st.sampled_from([*REAL_DRAFTERS]),
     st.sampled_from([*REAL_POLICIES]),
     st.sampled_from([SamplingParams(), SamplingParams(1.0), nucleus]),
@@ -152,7 +153,7 @@ def test_many_texts_draft_nothing_except_where_that_would_change_them(rule: str)
     """
     model = MODELS["llama"]
     wanted = [
-        Job([1, 2, 3], Rules(24 if seed == 0 else 6), "exit", rule=Rule(rule, seed))
+        Job([1, 2, 3], Conditions(24 if seed == 0 else 6), "exit", rule=Rule(rule, seed))
         for seed in range(FEW + 1)
     ]
     together(model, wanted, for_few=rule == "race")
@@ -169,7 +170,7 @@ def test_drafts_and_verifications_share_steps(monkeypatch: pytest.MonkeyPatch) -
     shared = recorded(
         monkeypatch, type(model), "together", lambda _, calls, plan=None: (len(calls), plan is None)
     )
-    wanted = [Job([3], Rules(8), "exit", params=SamplingParams()) for _ in range(3)]
+    wanted = [Job([3], Conditions(8), "exit", params=SamplingParams()) for _ in range(3)]
     together(model, wanted)
     assert shared[:4] == [(3, False)] * 3 + [(3, True)]
 
@@ -184,7 +185,9 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(
     model = MODELS["llama"]
     seen = recorded(monkeypatch, Decoder, "prefill", lambda model, *_: model.num_layers)
     recorded(monkeypatch, type(model), "together", lambda *_: seen.append("step"))
-    together(model, [Job([1, 2], Rules(20)), Job([1, 2, 3] * 6, Rules(2), kind, begins=3)])
+    together(
+        model, [Job([1, 2], Conditions(20)), Job([1, 2, 3] * 6, Conditions(2), kind, begins=3)]
+    )
     first = seen.index(layers, 1)
     assert seen[first : first + 9] == [layers, "step"] * 4 + [layers]
 
@@ -194,7 +197,7 @@ def test_the_prompt_of_the_text_that_began_first_is_read_first(
 ) -> None:
     model = MODELS["llama"]
     seen = recorded(monkeypatch, Decoder, "prefill", lambda model, tokens, *_: int(tokens[0, 0]))
-    together(model, [Job([first] * 18, Rules(2)) for first in (1, 2)])
+    together(model, [Job([first] * 18, Conditions(2)) for first in (1, 2)])
     assert len(seen) > 4 and seen == sorted(seen)
 
 
@@ -205,7 +208,7 @@ def test_a_text_of_non_finite_numbers_ends_alone(dtype: torch.dtype) -> None:
     model = random_model(config, dtype)
     model.embed_tokens.weight[7] = torch.nan
     model = accelerate(model)
-    not_7 = Rules(8, constraints=[lambda tokens: torch.arange(VOCAB) != 7])
+    not_7 = Conditions(8, constraints=[lambda tokens: torch.arange(VOCAB) != 7])
     good = Job([1, 2, 3, 4, 5], not_7, "exit")
     bad = replace(good, prompt=[1, 7, 3, 4, 5], rounds=[])
     together(model, [bad, good])
@@ -235,7 +238,7 @@ def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
     """No inference mode, no waiting calls."""
     model = MODELS["llama"]
     shared = Together(model)
-    job = Job([1, 2, 3], Rules(8))
+    job = Job([1, 2, 3], Conditions(8))
     loops = [shared.start(lambda: job.write(model, shared)) for _ in range(2)]
     shared.step()
     shared.stop(loops[0])

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from model.config import FAMILIES, Rope, parse_config
+from tests.configs import LLAMA3_ROPE
 from tests.refusal import refusal
 
 LLAMA = {
@@ -170,6 +171,15 @@ def test_scaling_has_the_attention_factor_and_the_context_of_transformers(
     assert config.max_positions == context
 
 
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_a_scaling_that_is_added_to_rope_parameters_keeps_their_theta(name):
+    """It replaces their type, under its older name too."""
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    scaling = {name: "linear", "factor": 4.0}
+    found = parse_config(LLAMA | {"rope_parameters": parameters, "rope_scaling": scaling}).ropes[0]
+    assert (found.theta, found.kind, found.factor) == (5e5, "linear", 4.0)
+
+
 REFUSED = [
     ([], "must hold one JSON object"),
     (
@@ -188,6 +198,12 @@ REFUSED = [
         "layer type of rope_parameters 'rope_type' is not supported",
     ),
     (GEMMA3 | {"rope_scaling": [8]}, "rope_scaling must be null or one object, found"),
+    (GEMMA3 | {"rope_local_base_freq": 0}, "rope_local_base_freq must be a number above 0"),
+    (GEMMA3 | {"rope_theta": 0}, "rope_theta must be a number above 0"),
+    (
+        LLAMA | {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+        "high_freq_factor must be above low_freq_factor",
+    ),
     (
         LLAMA | {"quantization_config": {"quant_method": "gptq"}},
         "is quantised: use the original one",
@@ -210,6 +226,8 @@ REFUSED = [
     (LLAMA | {"vocab_size": None}, "vocab_size must be a whole number .*, found None"),
     (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     (GEMMA | {"layer_types": [FULL]}, "must name the kind of each of 4 layers"),
+    (GEMMA | {"layer_types": []}, "layer_types must name the kind"),
+    (GEMMA | {"layer_types": 0}, "layer_types must name the kind of"),
     (GEMMA | {"layer_types": ["chunked"] * 4}, "layer type 'chunked' is not supported"),
 ]
 

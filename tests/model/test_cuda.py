@@ -169,8 +169,8 @@ int _ZN3c104cuda19MaybeExchangeDeviceEa(signed char device) { return 0; }
 LAUNCH = re.compile(r"= torch\.ops\.\w+\.[\w.]+\(|extern_kernels\.\w+\(|aten\.\w+\(|\w+\.run\(")
 GRAPHS: list[tuple[int, int]] = []  # launches of each graph, and the widest reduction of a block
 FILTERS = (
-    *((None, None, None, None), (0.7, None, None, None), (0.7, 0.9, None, None)),
-    *((0.7, None, 0.1, None), (0.7, None, None, 50.0), (0.7, 0.9, 0.1, 50.0)),
+    *((None, None, None, None), (0.7, None, None, None), (0.7, None, 0.9, None)),
+    *((0.7, None, None, 0.1), (0.7, 50.0, None, None), (0.7, 50.0, 0.9, 0.1)),
 )
 
 

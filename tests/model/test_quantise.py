@@ -167,6 +167,12 @@ def test_a_plan_in_bits_is_the_plan_on_rounded_weights(family: str, plan: LayerP
     torch.testing.assert_close(model(TOKENS, plan=plan), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("bits", [0, 3, FULL])
+def test_weights_are_rounded_to_four_or_eight_bits_alone(bits: int) -> None:
+    with pytest.raises(ValueError, match=f"not to {bits}"):
+        quantise(weights(2, 3, 0), bits)
+
+
 def test_low_bit_copies_are_made_once_when_a_plan_asks_for_them() -> None:
     model = tiny_model("gemma2")
     made = model.planned.new_product = Mock(side_effect=model.planned.new_product)

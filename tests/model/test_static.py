@@ -96,6 +96,28 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
     assert not any(each.any() for each in (*again.keys, *again.values))
 
 
+@pytest.mark.parametrize("room", [40, 3000], ids=["in a short text", "in a long one"])
+@torch.inference_mode()
+def test_a_cache_that_found_no_memory_to_grow_is_used_again(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors of one length, though some had grown before."""
+    model = static()
+    cache = model.new_cache(3000)
+    pad = Mock(side_effect=[F.pad(cache.keys[0], (0, 0, 0, 1024)), torch.OutOfMemoryError])
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(F, "pad", pad)
+        model.prefill(TOKENS, cache)
+    del cache
+    assert len(model.free) == 1
+    again = model.new_cache(room)
+    start = min(room, TOKENS.shape[1]) - 5
+    model.prefill(TOKENS[:, :start], again)
+    found = model(TOKENS[:, start : start + 5], again, start)
+    assert_same(found, model.model(TOKENS[:, : start + 5])[:, -5:])
+    assert pad.call_count == 2 and model.trouble is None
+
+
 def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled() -> None:
     sizes = {
         positions: static_capacity(positions) for positions in (*range(1, 131_072, 997), 131_072)

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import math
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,12 +25,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.decoder import Decoder
-from model.fast import accelerate, compiled, cpu
+from model.fast import accelerate, cpu, library
 from model.plan import LOW_BITS, LayerPlan
 from tests import laws
 from tests.calls import recorded
 from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans
+from tests.refusal import refusal
 
 VOCAB = 37
 DTYPES = [torch.float32, torch.bfloat16]
@@ -214,7 +216,7 @@ def test_a_prompt_is_read_by_torch_and_in_float32_where_the_processor_does_not_m
     found = []
     functions = recorded(monkeypatch, cpu, "call", lambda name, *_: name)
     for has_pairs, dtype in ((1, torch.bfloat16), (0, torch.float32)):
-        monkeypatch.setattr(compiled.library(), "has_pairs", lambda has=has_pairs: has)
+        monkeypatch.setattr(library.library(), "has_pairs", lambda has=has_pairs: has)
         model = accelerate(random_model("qwen2"))
         cache = model.new_cache(60)
         with monkeypatch.context() as patch:
@@ -237,6 +239,33 @@ def test_the_chunks_of_a_prompt_end_at_multiples_of_their_size_however_it_is_spl
     model.prefill(text[:, :split], cache)
     model.prefill(text[:, split:], cache, split)
     assert {40, 80, 100} <= {*ends} <= {40, 80, 100, split} and cache.length == 100
+
+
+@pytest.mark.parametrize(
+    ("ids", "batch", "error"),
+    [
+        ([[1, VOCAB]], 1, IndexError),
+        ([[-1]], 1, IndexError),
+        ([[1], [2]], 1, ValueError),
+        ([[1]], 2, ValueError),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused_before_any_cache_is_claimed(
+    ids: list[list[int]], batch: int, error: type[Exception]
+) -> None:
+    model = accelerate(random_model("llama"))
+    caches = model.new_cache(4), model.new_cache(4, batch)
+    with pytest.raises(error):
+        model.together([(tokens_for(2), caches[0], 0), (torch.tensor(ids), caches[1], 0)])
+    assert [cache.length for cache in caches] == [0, 0]
+
+
+@torch.inference_mode()
+def test_tokens_may_be_of_few_bytes_or_none() -> None:
+    model, text = accelerate(random_model("llama")), tokens_for(5)
+    expected = model(text, model.new_cache(5), 0)
+    assert torch.equal(model(text.int(), model.new_cache(5), 0), expected)
+    assert model(text[:, :0], model.new_cache(5), 0).shape == (1, 0, VOCAB)
 
 
 @torch.inference_mode()
@@ -280,10 +309,20 @@ def test_a_step_keeps_the_copies_that_it_reads_whatever_replaces_them(bits: int)
     assert torch.equal(model(text, model.new_cache(20), 0, plan), expected)
 
 
+def test_plans_share_their_rotary_angles() -> None:
+    """Which are as long as a context."""
+    model = accelerate(random_model("gemma3"))
+    tables = [
+        {id(each) for each in model.prepare(plan, 900).owned if len(each) == 1024}
+        for plan in (LayerPlan.full(3), LayerPlan.early_exit(3, 1))
+    ]
+    assert tables[0] == tables[1] and len(tables[0]) == 4
+
+
 def compiled_program(source: Path, folder: Path, *flags: str, by: str = "cc") -> Path:
     """A program of one C file, by the flags of the step."""
     made = folder / f"program{len(list(folder.iterdir()))}"
-    kept = [flag for flag in compiled.FLAGS if flag != "-shared"]
+    kept = [flag for flag in library.FLAGS if flag != "-shared"]
     subprocess.run([by, *kept, *flags, str(source), "-o", str(made)], check=True)
     return made
 
@@ -365,8 +404,8 @@ APPLY(tangents, hyperbolic_tangent(x))
 def applied(name: str, x: np.ndarray, folder: Path) -> np.ndarray:
     """A function of ``NUMBERS`` of each number."""
     source = folder / "numbers.c"
-    source.write_text(NUMBERS % compiled.STEP.with_name("numbers.h"))
-    made = compiled_program(source, folder, *compiled.machine_flags(), "-shared")
+    source.write_text(NUMBERS % library.STEP.with_name("numbers.h"))
+    made = compiled_program(source, folder, *library.machine_flags(), "-shared")
     out = np.empty_like(x)
     getattr(ctypes.CDLL(str(made)), name)(x.ctypes, out.ctypes, ctypes.c_long(len(x)))
     return out
@@ -396,14 +435,14 @@ def test_exponential_and_tangent_have_the_precision_of_float32(tmp_path: Path) -
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and nothing compiled."""
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled, "library", compiled.functools.cache(compiled.library.__wrapped__))
+    monkeypatch.setattr(library, "library", library.functools.cache(library.library.__wrapped__))
     return tmp_path / "cache" / "step"
 
 
 def loaded() -> ctypes.CDLL:
     """The step as the next process loads it."""
-    compiled.library.cache_clear()
-    return compiled.library()
+    library.library.cache_clear()
+    return library.library()
 
 
 @needs_cc
@@ -411,28 +450,46 @@ def test_the_step_is_compiled_once_for_its_source_and_processor(
     kept: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And again where what is kept is damaged."""
     lines = []
     for march in ("native", "native", "native -O1"):
         monkeypatch.setenv("SPECDEC_MARCH", march)
         loaded()
-        lines.append(len(capsys.readouterr().err.splitlines()))
+        lines.append(len(caplog.messages))
     first, second = kept.iterdir()
-    assert lines == [1, 0, 1]
+    assert lines == [1, 1, 2]
     other = tmp_path / "step"  # a process loads each name once
     other.mkdir()
     for each in (first, second):
         (other / each.name).write_bytes(b"half")
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    assert loaded().step and "compiling" in capsys.readouterr().err
+    assert loaded().step and len(caplog.messages) == 3
 
 
 @needs_cc
 def test_a_folder_that_cannot_be_used_costs_only_time(kept: Path) -> None:
     kept.parent.touch()
-    assert compiled.library().step and not kept.exists()
+    assert library.library().step and not kept.exists()
+
+
+@needs_cc
+def test_a_step_is_loaded_from_where_programs_may_run(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be the cache folder alone."""
+    load = ctypes.CDLL
+
+    def load_kept(name: str) -> ctypes.CDLL:
+        if not name.startswith(str(kept)):
+            raise OSError("failed to map segment")
+        return load(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load_kept)
+    assert library.library().step
+    monkeypatch.setenv("SPECDEC_CACHE", __file__)
+    assert re.search("set TMPDIR .*: failed to map segment", refusal(loaded))
 
 
 @pytest.mark.parametrize(
@@ -447,11 +504,11 @@ def test_where_no_compiler_works_the_readable_blocks_run_and_a_line_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = random_model("llama")
-    monkeypatch.setattr(cpu, "library", compiled.library)
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpu, "library", library.library)
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     if compiler:
-        monkeypatch.setattr(compiled, "compiler", lambda: compiler)
+        monkeypatch.setattr(library, "compiler", lambda: compiler)
     assert accelerate(model) is model and model.abilities.why_rows_vary and not kept.exists()
     assert said in caplog.messages[-1]
 

@@ -15,7 +15,7 @@ from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.text import Rules, Text
+from decoding.text import Conditions, Text
 from model.config import ModelConfig, parse_config
 from model.families import build
 from model.fast import accelerate
@@ -58,7 +58,7 @@ def decode(
     model = model.to(dtype).to_empty(device=CPU)
     for parameter in model.parameters():
         parameter.fill_(0.01)
-    text, how = Text([1] * prompt, Rules(positions - prompt), model), FixedLength(gamma)
+    text, how = Text([1] * prompt, Conditions(positions - prompt), model), FixedLength(gamma)
     cache = prefilled(model, text.tokens, positions)
     drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)

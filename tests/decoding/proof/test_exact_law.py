@@ -28,6 +28,7 @@ from tests.laws import (
     random_tables,
     tiny_model,
 )
+from tests.refusal import refusal
 
 
 def no_letter_twice(tokens: Sequence[int], eos_ids: frozenset[int]) -> Tensor:
@@ -145,10 +146,10 @@ def case_deviation(
         axis: values[case.get(axis, next(iter(values)))]
         for axis, values in (AXES | {"drafter": drafters}).items()
     }
-    rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["allowed"]}
-    eos_ids = rules.get("eos_ids", frozenset())
-    constraints = [partial(each, eos_ids=eos_ids) for each in rules.pop("constraints", ())]
-    request = Request(params=chosen["params"], constraints=constraints, **rules)
+    conditions = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["allowed"]}
+    eos_ids = conditions.get("eos_ids", frozenset())
+    constraints = [partial(each, eos_ids=eos_ids) for each in conditions.pop("constraints", ())]
+    request = Request(params=chosen["params"], constraints=constraints, **conditions)
     return loop_law.bias(model, request, loop_law.Setup(chosen["drafter"], chosen["policy"]), rule)
 
 
@@ -162,6 +163,27 @@ def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
         model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
         for rule in ("ratio", "block")[: 2 - number % 2]:
             assert case_deviation(model, case, length, rule=rule) < EXACT
+
+
+def test_a_text_ends_where_the_models_context_is_full() -> None:
+    request = Request(prompt=(0,) * 62, max_new_tokens=4)
+    assert loop_law.bias(random_tables(0, 4, 3), request, loop_law.Setup()) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rule", "said"),
+    [
+        ((), "ratio", "a prompt has 1 to 63 tokens, found 0"),
+        ((0,) * 64, "ratio", "a prompt has 1 to 63 tokens, found 64"),
+        ((0,), "typical", "a rule is one of ratio, race, block, found 'typical'"),
+        ((0,), "race", "a race is enumerated over two tokens, found 3"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused_in_one_line(
+    prompt: tuple[int, ...], rule: str, said: str
+) -> None:
+    request = Request(prompt=prompt)
+    assert refusal(loop_law.bias, random_tables(0, 4, 3), request, loop_law.Setup(), rule) == said
 
 
 def accepted_at_first(model: table_model.TableModel, gamma: int, rule: str) -> float:

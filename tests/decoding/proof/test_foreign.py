@@ -36,6 +36,11 @@ EXACT = speculative(P, Q, lambda p, q: (p - q).clamp(min=0))
 WRONG = speculative(P, Q, lambda p, q: p)
 DRAWS: dict[str, Callable[[], Any]] = {
     "multinomial": lambda: torch.multinomial(P, 1)[0],
+    "a given tensor": lambda: [
+        drawn := torch.zeros(1, dtype=torch.int64),
+        torch.multinomial(P, 1, out=drawn),
+        drawn.item(),
+    ][-1],
     "a method": lambda: P.multinomial(1).item(),
     "names": lambda: torch.multinomial(input=P, num_samples=1).item(),
     "Categorical": lambda: torch.distributions.Categorical(P).sample(),
@@ -87,6 +92,17 @@ LAWS: dict[str, tuple[Callable[[], Any], Any, float]] = {  # a result, and its p
     "samples without replacement": (lambda: torch.multinomial(P, 2), (0, 1), 0.3),
     "tosses": (lambda: torch.bernoulli(ROWS[:, 0]), (1.0, 0.0), 0.375),
     "tosses of names": (lambda: torch.bernoulli(input=ROWS[:, 0]), (1.0, 0.0), 0.375),
+    "tosses in place, of a half": (lambda: ROWS[:, 0].clone().bernoulli_(), (1.0, 0.0), 0.25),
+    "a race with a negative weight": (
+        lambda: (torch.tensor([0.5, -0.25]) / torch.empty(2).exponential_()).argmax(),
+        0,
+        1.0,
+    ),
+    "a race of zeros": (
+        lambda: (torch.zeros(2) / torch.empty(2).exponential_()).argmax(),
+        0,
+        1.0,
+    ),
 }
 
 
@@ -98,8 +114,10 @@ def test_a_result_has_the_probability_found_by_hand(name: str) -> None:
 
 def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> None:
     """All but those that return the state. After an error too they are the libraries' again."""
-    with pytest.raises(RuntimeError, match="sum of probabilities <= 0"):
-        law_of(lambda: torch.multinomial(torch.zeros(3), 1))
+    wrong = (torch.zeros(3), "sum of probabilities <= 0"), (P - 0.25, "element < 0")
+    for weights, said in wrong:
+        with pytest.raises(RuntimeError, match=said):
+            law_of(lambda: torch.multinomial(weights, 1))  # noqa: B023
     for module, known in ((random, "getstate"), (np.random, "get_state")):
         before = vars(module).copy()
         names = {*module.__all__} - {known}
@@ -143,7 +161,28 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
         (lambda: torch.rand(1).to(torch.tensor([1])) < 0.5, "to of u"),
         (lambda: torch.rand(1).type(torch.long) < 0.5, "type of u"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng"),
-        (lambda: torch.empty(2).uniform_(0, 2), "uniform_ cannot be enumerated but from 0 to 1"),
+        *(
+            (lambda ends=ends: torch.empty(2).uniform_(*ends), "uniform_ .* but from 0 to 1")
+            for ends in ((0, 2), (1, 1))
+        ),
+        (lambda: torch.rand(2)[0].uniform_(), "uniform_ of u"),
+        (lambda: torch.bernoulli(torch.rand(3)), "bernoulli of u"),
+        (lambda: torch.stack([torch.rand(()), torch.rand(())]) < 0.5, "stack of u"),
+        (
+            lambda: torch.searchsorted(P, torch.rand(1), sorter=P.argsort()),
+            "searchsorted of u",
+        ),
+        (lambda: torch.rand(1) * 0 <= 0, "times 0 cannot be compared with 0"),
+        (lambda: (-P / torch.empty(3).exponential_()).argmax(), "negative weights"),
+        *(
+            (lambda draw=draw: [x := torch.zeros(2), draw(x), x < 0.5], "part of a tensor")
+            for draw in (
+                lambda x: x[0].uniform_(),
+                lambda x: x.view(-1).exponential_(),
+                lambda x: torch.rand(1, out=x[:1]),
+                lambda x: x[:1].add_(-torch.empty(1).exponential_().log()),
+            )
+        ),
     ],
 )
 def test_code_that_cannot_be_enumerated_is_refused_by_name(

@@ -1,10 +1,11 @@
-"""Compiled ``step.c``: at the first run on a machine, by the system's C compiler. Knows nothing of
-models.
+"""Compiled ``step.c``: at the first run on a machine, by the system's C compiler, with the numbers
+of ``model.quantise``. Knows nothing of models.
 """
 
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -15,14 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.places import cache_folder, version
+from model.quantise import CUTS, FITS, GROUP, LEVELS
 
 STEP = Path(__file__).with_name("step.c")
 SOURCES = [STEP, *sorted(STEP.parent.glob("*.h"))]
 FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
+    *(f"-DGROUP={GROUP}", f"-DLEVELS={LEVELS}", f"-DCUTS={CUTS}", f"-DFITS={FITS}"),
 ]
 # for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
@@ -49,7 +52,7 @@ def machine_flags() -> list[str]:
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the compiled step. It is kept in the cache folder, by its source, the compiler's
-    options and the processor. Raises InputError where it cannot be compiled.
+    options and the processor. Raises InputError where it cannot be compiled or loaded.
     """
     flags = [*FLAGS, *machine_flags()]
     told = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
@@ -59,8 +62,9 @@ def library() -> ctypes.CDLL:
     kept = cache_folder() / "step" / f"{version(SOURCES)}-{machine[:16]}.so"
     with suppress(OSError):  # absent, or damaged
         return ctypes.CDLL(str(kept))
-    print("compiling the decoding step for this machine, once", file=sys.stderr)
-    with TemporaryDirectory() as folder:
+    logging.getLogger(__name__).warning("[compiling the decoding step for this machine, once]")
+    trouble = "the compiled step cannot be loaded: set TMPDIR to a folder where programs may run"
+    with explaining(trouble), TemporaryDirectory() as folder:
         made = Path(folder) / kept.name
         command = [*compiler(), *flags, str(STEP), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -72,4 +76,5 @@ def library() -> ctypes.CDLL:
             kept.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=kept.parent) as beside:
                 os.replace(shutil.copy(made, beside), kept)
+            return ctypes.CDLL(str(kept))  # where programs may not run in the other folder
         return ctypes.CDLL(str(made))
