@@ -19,11 +19,11 @@ from model.errors import explaining
 
 
 def run(options: Options) -> None:
-    """Check, load, write."""
+    """Load the model, and serve, converse or write as the options ask."""
     session = Session(options)
-    if options.serve:
+    if options.serve is not None:
         with explaining(
-            "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
+            "--serve needs more: pip install pydantic sse-starlette starlette uvicorn",
             (ModuleNotFoundError,),
         ):
             from app.server.network import Server
@@ -35,18 +35,20 @@ def run(options: Options) -> None:
 
 
 def write(session: Session) -> None:
-    """Write the samples of the session's options, and all that they ask about them."""
+    """Write the samples that the options ask for, and compare them; with --dry-run print the memory
+    only.
+    """
     options = session.options
-    ids: list[int] = []
-    if not options.dry_run or (options.prompt, options.prompt_file) != (None, None):
-        ids = session.encode(read_prompt(options))
+    needs_none = options.dry_run and options.prompt is None and options.prompt_file is None
+    prompt = "" if needs_none and sys.stdin.isatty() else read_prompt(options)
+    ids = [] if needs_none and not prompt else session.encode(prompt)
     line = session.check_memory(ids)
     if options.dry_run:
         print(line)
         return
     output = Output(session)
-    options = options.seeded()
-    samples = [session.begin(ids, options, number) for number in range(options.num_samples)]
+    seeded = options.seeded()
+    samples = [session.begin(ids, seeded, number) for number in range(options.num_samples)]
     if options.compare or session.device.type == "cuda":
         session.warm_up(ids)
     try:

@@ -16,7 +16,7 @@ PACKAGE = "specdec"
 NAMED = {"specdec": "__init__", "generate": "__main__"}
 
 
-def installed(source: str, names: Iterable[str]) -> str:
+def as_installed(source: str, names: Iterable[str]) -> str:
     """Return the source of a module as it is installed: it imports the top-level ``names`` from the
     package, and its texts show commands as they are there.
     """
@@ -40,11 +40,18 @@ class BuildBelowPackage(build_py):
         self.build_lib = str(Path(self.build_lib, PACKAGE))
         super().run()
 
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        return [
+            each
+            for each in super().find_package_modules(package, package_dir)
+            if each[1] != "gpu_report"  # it runs the tests, which are not installed
+        ]
+
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
         path, copied = super().build_module(NAMED.get(module, module), module_file, package)
         names = {each.partition(".")[0] for each in (*self.packages, *self.py_modules)}
         source = Path(module_file).read_text(encoding="utf-8")
-        Path(path).write_text(installed(source, names), encoding="utf-8")
+        Path(path).write_text(as_installed(source, names), encoding="utf-8")
         return path, copied
 
 

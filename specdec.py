@@ -20,6 +20,11 @@ def __getattr__(name: str) -> object:
     return {each.__name__: each for each in (InputError, Sample, Session, generate, load)}[name]
 
 
+def __dir__() -> list[str]:
+    """Return the names above too, which help and completion show."""
+    return sorted({*globals(), *NAMES})
+
+
 def main() -> int:
     """Run the command line of ``generate.py``; returns its exit status."""
     from app.common.command_line import start

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from app.prompt import checked_text
 from app.sample import Sample, Slot, pieces
 from decoding.rounds import Round
+from model.errors import InputError
 
 if TYPE_CHECKING:
     from app.session import Session
@@ -47,17 +48,24 @@ class Chat:
 
     def rounds(self, text: str, **options: object) -> Iterator[Round]:
         """Return the rounds in which the model's answer is written, which is then ``sample``."""
+        if "system" in options:
+            raise InputError("system is an option of chat, not of a turn", "system")
         session = self.session
-        given = session.options.merged(self.options).merged(options)
+        merged = session.options.merged(self.options).merged(options)
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
-        context = self.slot.cache.capacity
-        self.sample = session.begin(session.encode(messages, given), given, context=context)
+        self.sample = session.begin(
+            session.encode(messages, merged), merged, context=self.slot.cache.capacity
+        )
         self.sample.continues = True
         return self._answer(messages, self.sample)
 
     def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
-        # nothing is kept of a turn that could not be answered
+        if self.messages != messages[:-1]:
+            raise InputError(
+                "the conversation went on and cut this stream off: read a stream to its end"
+            )
+        # Nothing is kept of a turn that could not be answered.
         for round in self.session.rounds(sample, self.slot):
             self.messages = [*messages, {"role": "assistant", "content": sample.text}]
             yield round
@@ -65,7 +73,7 @@ class Chat:
     def forget(self) -> None:
         """Forget the oldest turn of the user, if any, with its answer. It ends a stream."""
         if self.slot:
-            self.slot.text = None
+            self.slot.source = None
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         begin, end = [*users, len(self.messages), len(self.messages)][:2]
         del self.messages[begin:end]

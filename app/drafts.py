@@ -113,9 +113,11 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     if chosen.gamma == 0 and options.gamma is None:
         return plain("plain: by the plan, no draft pays")
     plan = runnable(session.model, chosen.plan)
-    drafter = plan_drafter(session, plan, slot, target)
-    policy = policy_of(options, chosen.gamma, chosen.threshold)
-    return Strategy(plan_in_words(plan), drafter, policy)
+    return Strategy(
+        plan_in_words(plan),
+        plan_drafter(session, plan, slot, target),
+        policy_of(options, chosen.gamma, chosen.threshold),
+    )
 
 
 def plan_drafter(session: Session, plan: LayerPlan, slot: Slot, target: Model) -> ModelDrafter:
@@ -200,8 +202,7 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         where = f"{kind}, line {lines[-1]}" if lines else kind
-        cause = error if in_text else None
-        raise InputError(f"--draft {where}: {typed_line(error)}") from cause
+        raise InputError(f"--draft {where}: {typed_line(error)}") from (error if in_text else None)
 
 
 def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
@@ -212,11 +213,14 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strateg
 
 
 class Kind(NamedTuple):
-    """Kind of draft: its line in --help, the options that have an effect on it, and its maker."""
+    """Kind of draft: its line in --help, the options that have an effect on it, its maker, and the
+    option that it ``needs``, unless a model's folder has the file.
+    """
 
     help: str
     options: tuple[str, ...]
     make: Callable[[Session, Sample, Slot, Model], Strategy]
+    needs: str | None = None
 
 
 LENGTH = ("gamma", "min_target_confidence")
@@ -230,7 +234,10 @@ KINDS = {
     "none": Kind("plain decoding", (), lambda *_: plain()),
     "lookup": Kind("copies what followed the same words earlier in the text", LENGTH, lookup),
     "skip": Kind(
-        "the model without some sublayers, by a layer plan (--plan)", (*BY_PLAN, "plan"), by_plan
+        "the model without some sublayers, by a layer plan (--plan)",
+        (*BY_PLAN, "plan"),
+        by_plan,
+        needs="plan",
     ),
     "exit": Kind("the model's first layers (--exit-layer)", (*BY_PLAN, "exit_layer"), by_plan),
     "lowbit": Kind("the model with all weights in four bits (--bits)", BY_PLAN, by_plan),
@@ -238,6 +245,7 @@ KINDS = {
         "a smaller model with the same tokenizer (--draft-model)",
         (*LENGTH, "adaptive", "draft_model"),
         other_model,
+        needs="draft_model",
     ),
 }
 OF_DRAFTS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]

@@ -18,10 +18,10 @@ import torch
 from app.characters import Labels
 from app.common.command_line import say
 from app.common.device import pick_device
-from app.options import Options
+from app.options import CONTEXT, Options
 from app.plan_file import GAMMA_LOW_BITS, LONGEST_DRAFT, DraftPlan, read_plan
 from app.prompt import check_ids
-from model.decoder import Decoder
+from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.plan import LayerPlan
 from weights.importance import set_importance
@@ -33,15 +33,13 @@ from weights.load import (
     read_config,
     shown_name,
 )
-from weights.memory import Memory, check_fits, estimate, low_bit_bytes
+from weights.memory import Memory, check_fits, estimate, has_memory_for, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from app.offers import Offers
     from decoding.grammar import Vocabulary
 
-# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
-CONTEXT = 8192
 NOTICED = 0.5  # seconds: copies that take less are made without a line
 BITS = 4  # of a low-bit draft by default
 PRIOR_LOW_BITS = 0.85  # acceptance of such a draft before any is observed
@@ -123,8 +121,10 @@ class LoadedModel:
         """
         plans = self.optional_plans(self.options) if self.options.draft == "auto" else {}
         copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
-        memory = self.memory(self.capacity(ids), len(ids))
-        return check_fits(memory, self.device, optional_copies=copies)
+        positions = self.capacity(ids)
+        # Half of a text that is not known yet may be prompt. It is read in chunks.
+        prompt = len(ids) or min(positions // 2, PREFILL_CHUNK)
+        return check_fits(self.memory(positions, prompt), self.device, optional_copies=copies)
 
     def plan_for(self, options: Options) -> DraftPlan | None:
         """Return the plan under which the target drafts for itself; None where --draft has none.
@@ -146,8 +146,10 @@ class LoadedModel:
                 raise InputError(
                     f"the plan has {chosen.plan.num_layers} layers, the model {layers}"
                 )
-        elif options.plan or (options.draft in ("skip", "auto") and shipped.exists()):
-            chosen = read_plan(Path(options.plan or shipped), layers, self.folder)
+        elif options.plan is not None or (options.draft in ("skip", "auto") and shipped.exists()):
+            chosen = read_plan(
+                Path(shipped if options.plan is None else options.plan), layers, self.folder
+            )
         else:
             return None
         plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
@@ -156,15 +158,18 @@ class LoadedModel:
     @property
     def low_bit_plan(self) -> DraftPlan:
         """The plan of all layers in four bits."""
-        plan = LayerPlan.full(self.config.num_layers).in_bits(BITS)
-        return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
+        return DraftPlan(
+            LayerPlan.full(self.config.num_layers).in_bits(BITS),
+            GAMMA_LOW_BITS,
+            alpha=PRIOR_LOW_BITS,
+        )
 
     def optional_plans(self, options: Options) -> dict[str, DraftPlan]:
         """Return the plans by name among which --draft auto chooses."""
         plans = {"low bits": self.low_bit_plan}
-        given = self.plan_for(options)
-        if given and given.gamma != 0 and given.plan != self.low_bit_plan.plan:
-            plans["plan"] = given
+        chosen = self.plan_for(options)
+        if chosen and chosen.gamma != 0 and chosen.plan != self.low_bit_plan.plan:
+            plans["plan"] = chosen
         return plans
 
     def rounding_seconds(self, plan: LayerPlan) -> float:
@@ -173,7 +178,7 @@ class LoadedModel:
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how
-        long that takes, or that it gains nothing.
+        long that takes, or that it gains nothing. Raises InputError where they do not fit.
         """
         copies = replace(plan, window=None)  # a window changes none
         if copies in self.prepared:
@@ -184,6 +189,11 @@ class LoadedModel:
                 f" {self.model.dtype} on {self.device.type}"
             )
         elif copies.has_low_bits:
+            if not has_memory_for(self.model, [copies]):
+                raise InputError(
+                    "the low-bit copies of this draft do not fit into memory: give --draft none or"
+                    " lookup"
+                )
             seconds = self.rounding_seconds(copies)
             if self.device.type == "cpu" and seconds > NOTICED:
                 say(f"rounding weights for drafts takes about {seconds:.1f} s")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WINDOW = 512  # newest tokens that drafts may see instead of all of a long text
 PRIOR_WINDOW = 0.8  # acceptance of such a draft before any is observed
-SHORT = 512  # tokens up to which costs hardly depend on a text's length
+SAME_COSTS = 512  # tokens up to which costs hardly depend on a text's length
 # For costs by bytes: work beside the weights, per round or draft step, in bytes read meanwhile;
 # what a verified row costs in plain rounds of a large model, and beside that in bytes.
 ROUND_OVERHEAD = 20e6
@@ -64,7 +64,7 @@ def auto_strategy(session: Session, sample: Sample, slot: Slot, target: Model) -
 
     def costs_at(length: int) -> Costs:
         """Return the costs after a text of this length, counted anew where it has doubled."""
-        at_most = 1 << (max(SHORT, length) - 1).bit_length()
+        at_most = 1 << (max(SAME_COSTS, length) - 1).bit_length()
         at_hand = chosen if at_most > LONG else plans
         key = (is_free, at_most, *at_hand.items())
         if key not in offers.costs:

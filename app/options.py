@@ -29,6 +29,8 @@ from weights.load import DTYPES
 
 SHORT_TEXT = 256  # tokens of a text by default
 WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context ends it
+# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
+CONTEXT = 8192
 QUEUE = 64  # most requests that wait, of a server
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
 OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
@@ -37,6 +39,8 @@ OF_THE_COMMAND = (
     *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
     *("serve", "allow_host", "queue", "interactive"),
 )
+# options that a server and a conversation do not take
+OF_ONE_TEXT = ("prompt", "prompt_file", "num_samples", "dry_run", "compare", "json")
 TYPES = {  # by an option's type: the types of its values, and their name
     int: (int, "a whole number"),
     float: ((int, float), "a number"),
@@ -180,7 +184,12 @@ class Options:
     )
     temperature: float = option(**TEMPERATURE, group="sampling")
     top_k: int = option(
-        0, "keep the K likeliest tokens; 0: all", type=int, group="sampling", metavar="K"
+        0,
+        "keep the K likeliest tokens; 0: all",
+        type=int,
+        group="sampling",
+        metavar="K",
+        least=0,
     )
     top_p: float = option(
         1.0,
@@ -266,7 +275,7 @@ class Options:
     context: int | None = option(
         None,
         "most tokens of prompt and text together (default: the model's; in conversations at most"
-        " 8192)",
+        f" {CONTEXT})",
         type=int,
         group="machine",
         metavar="N",
@@ -321,19 +330,20 @@ class Options:
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(self, each.name, checked(each, getattr(self, each.name)))
+        is_server = self.serve is not None
         if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if self.serve else SHORT_TEXT)
+            object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if is_server else SHORT_TEXT)
         self._check_draft()
         if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
-        of_one_prompt = (self.prompt, self.prompt_file, self.compare, self.json, self.dry_run)
-        uses = (any(of_one_prompt) or self.num_samples > 1, self.interactive, self.serve)
-        if sum(map(bool, uses)) > 1 or (self.serve and self.trace):
+        of_one_text = any(getattr(self, name) != getattr(Options, name) for name in OF_ONE_TEXT)
+        has_no_effect = self.trace if is_server else self.interactive and self.chat is False
+        if of_one_text + self.interactive + is_server > 1 or has_no_effect:
             raise InputError(
                 "--serve and --interactive stand alone: they take no prompt, --num-samples,"
-                " --compare, --json or --dry-run, and --serve no --trace"
+                " --compare, --json or --dry-run, --serve no --trace, --interactive no --no-chat"
             )
-        if not self.serve and (self.allow_host or self.queue != QUEUE):
+        if not is_server and (self.allow_host or self.queue != QUEUE):
             raise InputError("--allow-host and --queue have no effect without --serve")
         _ = self.params  # which checks its numbers
 
@@ -385,27 +395,26 @@ class Options:
     def repeat_with(self) -> str:
         """The options that repeat a sampled text; none of a greedy one."""
         number = f" --num-samples {self.num_samples}" if self.num_samples > 1 else ""
-        sampled = f"--seed {self.seed} --coupling {self.rule.name}{number}"
-        return sampled if self.temperature else ""
+        return f"--seed {self.seed} --coupling {self.rule.name}{number}" if self.temperature else ""
 
-    def merged(self, given: Mapping[str, Any]) -> Options:
-        """Return these options with those ``given`` to a call or in a request in their place, which
-        are not those of the model.
+    def merged(self, changes: Mapping[str, Any]) -> Options:
+        """Return these options with the ``changes`` of a call or a request. These are no options of
+        the model.
 
         Another kind of draft comes without the known options of drafting, and a grammar without
         the known one. Raises InputError.
         """
         known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
-        for name in given.keys() & {*OF_THE_MODEL}:
+        for name in changes.keys() & {*OF_THE_MODEL}:
             raise InputError(f"{name} is an option of load, not of a call", name)
-        for name in given.keys() - known:
+        for name in changes.keys() - known:
             raise InputError(f"no option is called {name}: give {', '.join(sorted(known))}", name)
         cleared: dict[str, Any] = {}
-        if given.get("draft", self.draft) != self.draft:
+        if changes.get("draft", self.draft) != self.draft:
             cleared |= dict.fromkeys(OF_DRAFTS)
-        if any(given.get(name) is not None for name in GRAMMARS):
+        if any(changes.get(name) is not None for name in GRAMMARS):
             cleared |= dict.fromkeys(GRAMMARS)
-        return replace(self, **cleared | dict(given))
+        return replace(self, **cleared | dict(changes))
 
 
 def flag_of(name: str) -> str:
@@ -439,9 +448,9 @@ def checked(option: Field, value: Any) -> Any:
         fits = least <= value <= most  # which NaN fails
         wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
     if not fits:
-        raise InputError(
-            f"{flag_of(option.name)} must be {wanted}, found {value!r:.80}", option.name
-        )
+        complaint = f"{flag_of(option.name)} must be {wanted}"
+        with explaining(complaint, (ValueError,), option.name):  # too long a number to be shown
+            raise InputError(f"{complaint}, found {value!r:.80}", option.name)
     with explaining(f"{flag_of(option.name)} is not UTF-8 text", (UnicodeError,), option.name):
         texts = value if kind is list else [value]
         "".join(each for each in texts if isinstance(each, str)).encode()
@@ -465,11 +474,11 @@ def parse(arguments: list[str] | None = None) -> Options:
         description="Write text with a language model, by self-speculative decoding.",
         epilog=EPILOG + "".join(f"  {name:<15}{kind.help}\n" for name, kind in kinds.items()),
     )
-    given = vars(parser.parse_args(arguments))
-    prompts = [each for each in (given.pop("PROMPT"), given["prompt"]) if each is not None]
+    parsed = vars(parser.parse_args(arguments))
+    prompts = [each for each in (parsed.pop("PROMPT"), parsed["prompt"]) if each is not None]
     if len(prompts) > 1:
         raise InputError("give one prompt: as an argument, or with --prompt")
-    return Options(**given | {"prompt": prompts[0] if prompts else None})
+    return Options(**parsed | {"prompt": prompts[0] if prompts else None})
 
 
 def argument(option: Field) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from decoding.text import Text, common_prefix
 
 TURNS = 3  # a text is written both ways, one after the other, at least this often
 MOST_TURNS = 20
-# below this number of tokens, or of seconds of all turns, noise is larger than the difference
+# Below this number of tokens, or of seconds of all turns, noise is larger than the difference.
 FEW_TOKENS = 48
-SHORT = 0.5
+FEW_SECONDS = 0.5
 UNSTEADY = 2.0  # ratio of the largest speed-up to the smallest, from which a line warns
 
 
@@ -79,7 +79,7 @@ class Output:
         if self.session.options.json:
             for sample in self.shown:
                 shown = {"text": sample.text, "tokens": sample.tokens, **as_json(sample)}
-                print(json.dumps(shown, ensure_ascii=False))
+                print(json.dumps(shown))
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def comparison(session: Session, sample: Sample) -> str:
     most = TURNS if tokens < FEW_TOKENS else MOST_TURNS
     ways = [sample.options, sample.options.merged({"draft": "none"})]
     turns: list[list[Sample]] = []
-    while len(turns) < TURNS or (len(turns) < most and shortest(turns) < SHORT):
+    while len(turns) < TURNS or (len(turns) < most and shortest(turns) < FEW_SECONDS):
         begun = [session.begin(prompt, way, sample.rule.sample) for way in ways]
         turns.append([session.finish(each) for each in begun])
     texts = "same text"

@@ -64,11 +64,11 @@ class SharedSession(Session):
         """Return nothing: the memory of the shard was checked before it was loaded."""
         return ""
 
-    def rounds(self, sample: Sample, *given: Any) -> Iterator[Round]:
+    def rounds(self, sample: Sample, *arguments: Any) -> Iterator[Round]:
         """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and
         KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
         """
-        for round in super().rounds(sample, *given):
+        for round in super().rounds(sample, *arguments):
             found = gathered((round.emitted, sample.seconds, self.interrupted.is_set()))
             if any(tokens != round.emitted for tokens, *_ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")
@@ -90,7 +90,7 @@ def run_on_ranks(parse: Callable[[], Options], write: Callable[[Session], None])
 
 def run(options: Options, write: Callable[[Session], None]) -> None:
     """Meet the other ranks, agree on the options, load this rank's shard, and write."""
-    if options.serve or options.interactive or options.dry_run:
+    if options.serve is not None or options.interactive or options.dry_run:
         raise InputError(
             "--serve, --interactive and --dry-run run in one process: start without torchrun"
         )

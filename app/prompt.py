@@ -4,6 +4,7 @@ Knows nothing of sessions and caches.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, str]]  # {"role": ..., "content": ...}
+# In every Lark grammar, but in no file's name: requests, which may name no file, rely on that.
+LARK_START = r"start\s*:"
 Prompt = str | Sequence[int] | Messages  # a text, token ids, or a conversation
 
 
@@ -59,19 +62,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, options: Options) -> lis
     kinds = {*map(type, prompt)} if isinstance(prompt, list | tuple) else set()
     if kinds == {int}:
         return [*prompt]
-    if kinds == {dict}:
-        return encode_chat(tokenizer, prompt, options)
-    text = checked_text(prompt)
-    is_chat = tokenizer.chat_template is not None if options.chat is None else options.chat
-    if is_chat:
-        return encode_chat(tokenizer, [{"role": "user", "content": text}], options)
+    messages = prompt if kinds == {dict} else [{"role": "user", "content": checked_text(prompt)}]
+    has_template = tokenizer.chat_template is not None
+    if kinds == {dict} or (has_template if options.chat is None else options.chat):
+        return encode_chat(tokenizer, messages, options)
     for name in ("system", "chat_template_kwargs"):
         if getattr(options, name) is not None:
             raise InputError(
                 f"{flag_of(name)} needs a chat: leave out --no-chat, or use a model with a chat"
                 " template"
             )
-    return tokenizer.encode(text, find_names=True)
+    return tokenizer.encode(prompt, find_names=True)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> list[int]:
@@ -117,13 +118,14 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
 
 def read_grammar(options: Options, name: str) -> str:
     """Return the source of the grammar that this option gives: a regular expression itself, a
-    schema or a Lark grammar itself or in a file. A Lark grammar defines ``start:``, which no file's
-    name does.
+    schema or a Lark grammar itself or in a file.
     """
     if name == "json_schema":
         return json.dumps(read_json_option(options, name))
     source = getattr(options, name)
-    return read_text(source) if name == "grammar" and "start:" not in source else source
+    if name == "grammar" and not re.search(LARK_START, source):
+        return read_text(source)
+    return source
 
 
 def read_json_option(options: Options, name: str) -> dict[str, Any]:

@@ -106,15 +106,15 @@ def pieces(sample: Sample, rounds: Iterator[Round]) -> Iterator[str]:
 
 @dataclass
 class Slot:
-    """KV cache for one text at a time (llama.cpp's name), the ``text`` that is written on it, and
-    the tokens whose entries it holds.
+    """KV cache for one text at a time (llama.cpp's name), the ``source`` of this text, and the
+    tokens whose entries it holds.
 
     The first ``in_chunks`` of them were read in the chunks of a whole prompt. ``draft_caches`` are
     those of draft models.
     """
 
     cache: KVCache
-    text: Text | None = None
+    source: Text | None = None
     tokens: list[int] = field(default_factory=list)
     in_chunks: int = 0
     draft_caches: dict[Decoder, KVCache] = field(default_factory=dict)

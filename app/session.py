@@ -14,6 +14,7 @@ from threading import RLock
 
 from app.chat import Chat
 from app.common.command_line import say
+from app.common.parsers import MODEL
 from app.drafts import strategy_of
 from app.loaded import LoadedModel
 from app.options import GRAMMARS, OF_THE_MODEL, Options
@@ -30,7 +31,6 @@ from weights.memory import free_bytes
 POSITIONS = 1024  # a cache is made for a multiple of these
 MOST_TOGETHER = 16  # texts that share steps
 THINK = b"<think>"  # the end of a prompt whose template opens a thinking part
-WARM_UP = 8  # tokens that are written before anything is timed
 
 
 class Session(LoadedModel):
@@ -49,6 +49,7 @@ class Session(LoadedModel):
         self.sample: Sample | None = None
         self.lock = RLock()
         self.written: float = 0  # tokens
+        self.away = 0.0  # seconds that the readers of texts in shared steps took
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -60,8 +61,8 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        given = self.options.merged(options)
-        self.sample = sample = self.begin(self.encode(prompt, given), given)
+        merged = self.options.merged(options)
+        self.sample = sample = self.begin(self.encode(prompt, merged), merged)
         return sample
 
     def write_all(self, prompts: Sequence[Prompt], **options: object) -> list[Sample]:
@@ -72,9 +73,9 @@ class Session(LoadedModel):
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        given = self.options.merged(options).seeded()
+        merged = self.options.merged(options).seeded()
         samples = [
-            self.begin(self.encode(prompt, given), given, number)
+            self.begin(self.encode(prompt, merged), merged, number)
             for number, prompt in enumerate(prompts)
         ]
         self.finish_all(samples)
@@ -140,18 +141,17 @@ class Session(LoadedModel):
         texts share steps. Raises InputError.
         """
         text = sample.source
-        called = now(self.device)
+        called = self.clock()
         with self.lock:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
-            slot.text = text
-            loaded = now(self.device)
+            slot.source = text
+            loaded = self.clock()
             slot.read(sample, target)
-            sample.prompt_seconds = now(self.device) - loaded
+            sample.prompt_seconds += self.clock() - loaded
             sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
             sample.is_plain = policy.gamma == 0
-        began = now(self.device)
-        sample.wait = began - called
+        sample.wait += self.clock() - called
         rounds = speculate(
             target,
             slot.cache,
@@ -164,20 +164,24 @@ class Session(LoadedModel):
             observer=observer,
         )
         while text.finish is None:
+            began = self.clock()
             with self.lock:
-                if slot.text is not text:
+                if slot.source is not text:
                     raise InputError(
                         "another call of the session cut this stream off: read a stream to its end,"
                         " or load the model twice"
                     )
                 round = self._next(rounds, sample)
                 slot.tokens = text.tokens[:-1]
-            sample.timeline.append((round, sample.seconds + now(self.device) - began))
+            sample.timeline.append((round, sample.seconds + self.clock() - began))
             sample.trouble = self.model.trouble  # a step may have fallen back
             sample.statistics.add(round)
             self.written += len(round.emitted)
             yield round
-            began = now(self.device)
+
+    def clock(self) -> float:
+        """Return seconds, without those that readers took while texts shared steps."""
+        return now(self.device) - self.away
 
     def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
         """Return the next round. If no token can follow, the error has the grammar's reason."""
@@ -220,11 +224,13 @@ class Session(LoadedModel):
         from decoding.together import Together
 
         first, *others = slots
-        prompt = samples[0].source.tokens
-        if all(sample.source.tokens == prompt for sample in samples):
+        if all(sample.source.tokens == samples[0].source.tokens for sample in samples):
+            began = self.clock()
             first.read(samples[0], self.model)
             for slot in others:
                 slot.copy_from(first)
+            for sample in samples[: len(slots)]:
+                sample.prompt_seconds = sample.wait = self.clock() - began
         together = Together(self.model)
         waiting = iter(samples)
         written: list[tuple[Sample, Round]] = []
@@ -243,7 +249,9 @@ class Session(LoadedModel):
                 together.start(partial(write, slot))
             while together.loops:
                 together.step()
+                left = now(self.device)
                 yield from written
+                self.away += now(self.device) - left
                 written.clear()
         finally:
             for loop in [*together.loops]:
@@ -268,6 +276,8 @@ class Session(LoadedModel):
     def slot_for(self, positions: int) -> Slot:
         """Return the session's own cache, made anew where it is too small."""
         if self.slot is None or self.slot.cache.capacity < positions:
+            if self.slot:
+                self.slot.source = None  # ends its stream
             rounded_up = -(-positions // POSITIONS) * POSITIONS
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot
@@ -281,12 +291,12 @@ class Session(LoadedModel):
         drafts are made.
         """
         self.make_copies_at_once()
-        few = {"max_new_tokens": min(WARM_UP, self.options.max_new_tokens)}
-        for given in (few, few | {"draft": "none"}):
-            self.finish(self.begin(ids, self.options.merged(given)))
+        few = {"max_new_tokens": min(8, self.options.max_new_tokens)}
+        for changes in (few, few | {"draft": "none"}):
+            self.finish(self.begin(ids, self.options.merged(changes)))
 
 
-def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
+def load(model: str = MODEL["default"], **options: object) -> Session:
     """Return a loaded model, with the options of the command line: see ``Session``."""
     of_model = {name: options.pop(name) for name in OF_THE_MODEL if name in options}
     session = Session(Options(model=model, **of_model).merged(options))

@@ -9,12 +9,14 @@ from contextlib import suppress
 from select import select
 
 from app.common.command_line import say
+from app.drafts import KINDS
 from app.output import statistics_line, view
 from app.session import Session
 from model.errors import InputError
 
 PASTED = 0.05  # seconds after a line, in which the next one can only be pasted
-HELP = """/draft KIND: draft by auto, none, lookup, lowbit ...   /trace: show drafts, or no longer
+HELP = f"""/draft KIND: draft by {", ".join(KINDS)}
+/trace: show drafts, or no longer
 /stats: numbers of the last answer   /forget: forget the oldest turn   /reset: begin anew   /quit"""
 
 

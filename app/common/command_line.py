@@ -11,24 +11,25 @@ from collections.abc import Callable
 
 from model.errors import InputError, one_line
 
-# in torch's message, by device: a GPU, the host
+# Words of torch's messages: on a GPU, on the host
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
 def start() -> None:
-    """Set Ctrl-C, standard streams and idle threads, before large libraries are imported. Ends the
-    process in a deleted folder.
+    """Prepare the process: what Ctrl-C does, how streams are read and printed, how long idle
+    threads spin. It comes before large libraries are imported. Ends the process in a deleted
+    folder.
 
     Ctrl-C ends the process at once until ``run_command`` begins: loading torch takes seconds, in
     which it would otherwise end in a traceback. Characters that the terminal cannot show are
     printed as "?".
     """
-    # the shell may have switched it off
+    # Of a job in the background the shell has switched Ctrl-C off.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # None: closed, which ``run_command`` reports
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")
+    # A closed stream is None, which ``run_command`` reports. Escaped bytes are refused later.
+    for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "replace")
     try:
         os.getcwd()
     except OSError:  # torch could not load its libraries
@@ -54,7 +55,7 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     2      wrong input, too little memory, failed reading or writing
     130    Ctrl-C, after the line ``interrupted``
 
-    ``work`` includes the parsing of arguments; the parser's SystemExit passes through.
+    ``work`` includes the parsing of arguments, which may end with the parser's SystemExit.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,19 +63,19 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         if None in (sys.stdin, sys.stdout, sys.stderr):
             raise InputError("standard input, output or error is closed: give /dev/null instead")
         try:
-            return work() or 0
-        finally:
-            sys.stdout.flush()  # while a failure can still be reported
+            status = work() or 0
+        except SystemExit as end:
+            # Rich ends the process with status 1 when the output is a closed pipe.
+            status = 0 if end.code == 1 else end.code
+        sys.stdout.flush()  # while a failure can still be reported
+        return status
     except InputError as error:
-        # a cause is an error in the user's own code
+        # Its cause, if any, is an error in the user's own code.
         trace = traceback.format_exception(error.__cause__) if error.__cause__ else []
         return ended(2, f"{''.join(trace)}error: {error}")
     except KeyboardInterrupt:
         return ended(130, interrupted)
-    except (BrokenPipeError, SystemExit) as error:
-        # rich ends the process with status 1 when the output is a closed pipe
-        if isinstance(error, SystemExit) and error.code != 1:
-            raise
+    except BrokenPipeError:
         return ended(0)
     except OSError as error:
         # of a stream or a socket there is no name

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from app.common.command_line import say
-from model.errors import InputError
+from model.errors import InputError, one_line
 
 NVIDIA = Path("/proc/driver/nvidia/version")  # of a driver that is loaded
-# with code for older drivers, and for GPUs of compute capability 5.0 to 7.0
+# These have code for older drivers, and for GPUs of compute capability 5.0 to 7.0.
 WHEELS = "try pip install torch --index-url https://download.pytorch.org/whl/cu126"
 MALLOPT = {-4: 0, -1: 2**31 - 1, -2: 2**28}  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
 
@@ -28,20 +28,24 @@ def pick_device(name: str | None) -> torch.device:
             "the CPU is used although there is an NVIDIA GPU:"
             f" torch {torch.__version__} is built for {cuda or 'CPUs'}; {WHEELS}"
         )
-    # torch's for an unknown name and for a missing GPU
-    with suppress(RuntimeError, AssertionError):
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
         if device.type in ("cpu", "cuda"):
             torch.ones(1, device=device).sum().item()  # an allocation alone runs no kernel
             if device.index is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
             return device
-    if torch.cuda.is_available() and str(name or "cuda").startswith("cuda"):
-        raise InputError(
-            f"torch {torch.__version__} cannot compute on {name or 'cuda'}: {WHEELS}, or give"
-            " --device cpu"
-        )
-    if str(name).startswith("mps"):  # tokens are drawn in it
+    # Torch raises these for an unknown name, a missing GPU, and one that is full or cannot compute.
+    except (RuntimeError, AssertionError) as error:
+        if torch.cuda.is_available() and name.startswith("cuda"):
+            raise InputError(
+                f"torch {torch.__version__} cannot compute on {name} ({one_line(error)}): give"
+                f" --device cpu or, if this torch has no code for the GPU, {WHEELS}"
+            ) from None
+    if name.startswith("mps"):
+        # Tokens are drawn in float64.
         raise InputError("mps cannot compute in float64: give --device cpu")
     raise InputError(f"device {name!r} is not there: give cpu, or cuda on a machine with a GPU")
 

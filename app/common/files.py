@@ -15,7 +15,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 def read_text(path: Path | str) -> str:
     """Return the text of a UTF-8 file. Raises InputError with the path when it cannot be read."""
-    with explaining(f"{path} cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
+    with explaining(f"{path} cannot be read as UTF-8 text", (OSError, ValueError)):
         return Path(path).read_text(encoding="utf-8")
 
 

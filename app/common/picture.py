@@ -13,11 +13,11 @@ INK = "#22242a"
 MUTED = "#5d636e"
 RULE = "#e2e3e6"
 RED = "#c8453a"
-# few to many
+# From few to many
 SCALE = LinearSegmentedColormap.from_list(
     "amber to blue", ["#f3bd4e", "#6fae8f", "#2c6fae", "#1b2f6b"]
 )
-# hues stay
+# Light and dark are exchanged, hues stay.
 DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(.9) hue-rotate(180deg)}}</style>"
 STYLE = Path(__file__).with_name("pictures.mplstyle")
 

@@ -117,12 +117,14 @@ def model_named(session: Session, name: str) -> dict[str, Any]:
 def live_page(session: Session, request: Request) -> Response:
     """Return the live page, with the facts of its model as a JSON value in its script."""
     options = session.options
-    # These need a file, which a request cannot name.
-    has_file = {"model": False, "skip": (session.folder / "plan.json").exists()}
+    # What a kind needs, a request cannot name.
+    at_hand = {None, "plan"} if (session.folder / "plan.json").exists() else {None}
     facts = {
         "model": session.name,
         "chats": session.tokenizer.chat_template is not None and options.chat is not False,
-        "drafts": [kind for kind in KINDS if has_file.get(kind, True) or kind == options.draft],
+        "drafts": [
+            name for name, kind in KINDS.items() if kind.needs in at_hand or name == options.draft
+        ],
         "draft": options.draft,
         "temperature": options.temperature,
         "max_tokens": min(options.max_new_tokens, SHORT_TEXT),

@@ -25,6 +25,7 @@ from pydantic import (
 
 from app.drafts import KINDS
 from app.options import OF_THE_COMMAND, OF_THE_MODEL, Options
+from app.prompt import LARK_START
 from app.sample import Sample
 from app.session import Session
 from model.errors import InputError, one_line
@@ -126,7 +127,7 @@ class StructuredOutputs(BaseModel):
     json_schema: Json[dict[str, Any]] | dict[str, Any] | None = Field(None, alias="json")
     regex: Regex | None = None
     choice: Annotated[list[Regex], Field(min_length=1, max_length=256)] | None = None
-    grammar: Annotated[str, StringConstraints(max_length=1 << 13, pattern="start:")] | None = None
+    grammar: Annotated[str, StringConstraints(max_length=1 << 13, pattern=LARK_START)] | None = None
 
     def option(self) -> dict[str, Any]:
         """Return the option that is given, with its name. Raises InputError unless it is one."""

@@ -168,7 +168,7 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
 def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_long_ones(
     coupling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"SHORT": 8, "LONG": 32, "WINDOW": 8}.items():
+    for name, value in {"SAME_COSTS": 8, "LONG": 32, "WINDOW": 8}.items():
         monkeypatch.setattr(f"app.offers.{name}", value)
     drawn = {"temperature": 1.0, "seed": 1, "coupling": coupling}
     own = DraftPlan(replace(PLAN.plan, window=16))

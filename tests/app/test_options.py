@@ -63,6 +63,8 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "numbers in a list": ({"stop": ["a", 3]}, "stop", "must be a list of strings"),
     "nothing for a list": ({"stop": None}, "stop", "must be a list of strings"),
     "a number for text": ({"draft": 3}, "draft", "must be a string"),
+    "a seed too long to be shown": ({"seed": 10**5000}, "seed", "must be from 0 to 1844"),
+    "a negative number too": ({"top_k": -(10**5000)}, "top_k", "must be at least 0"),
     "a negative temperature": ({"temperature": -1.0}, "temperature", "at least 0"),
     "an infinite one": ({"temperature": float("inf")}, "temperature", "finite"),
     "no number": ({"min_target_confidence": float("nan")}, "min_target_confidence", "from 0 to 1"),
@@ -82,6 +84,8 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "two grammars": (dict.fromkeys(GRAMMARS, "a"), None, "give one of"),
     "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "stand alone"),
     "a dry conversation": ({"interactive": True, "dry_run": True}, None, "stand alone"),
+    "a prompt for an unset port": ({"serve": "", "prompt": ""}, None, "stand alone"),
+    "plain text in a conversation": ({"interactive": True, "chat": False}, None, "no --no-chat"),
     "a queue without a server": ({"queue": 3}, None, "no effect without --serve"),
 }
 
@@ -128,6 +132,8 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
         ({"chat_template_kwargs": {"messages": []}}, "multiple values for keyword argument"),
         ({"draft": "absent.py:Drafter"}, "absent.py"),
         ({"draft": "skip", "plan": "absent.json"}, "absent.json"),
+        ({"draft": "skip", "plan": ""}, "cannot be read"),
+        ({"json_schema": "a\0b"}, "cannot be read as UTF-8 text: embedded null byte"),
         ({"draft": "skip", "plan": DraftPlan(LayerPlan.full(2))}, "the plan has 2 layers"),
     ],
     ids=str,
@@ -265,7 +271,7 @@ def test_a_text_is_one_of_a_schema_an_expression_or_a_grammar(
         ({"json_schema": json.dumps(SCHEMA)}, JSON),
         ({"json_schema": str(tmp_path / "schema.json")}, JSON),
         ({"regex": "x[0-9]{2}y"}, "x[0-9]{2}y"),
-        ({"grammar": 'start: "x" /[0-9]{2}/ "y"'}, "x[0-9]{2}y"),
+        ({"grammar": 'start : "x" /[0-9]{2}/ "y"'}, "x[0-9]{2}y"),
         ({"grammar": tmp_path / "g.lark"}, "x[0-9]{2}y"),
     ):
         for sample in (

@@ -29,9 +29,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from app.options import KINDS, Options
+from app.options import GRAMMARS, KINDS, Options
 from app.server.network import MAX_BODY, respond
-from app.server.requests import OPTIONS, ChatBody, CompletionBody, complaint, sample_of
+from app.server.requests import (
+    OF_A_CALL,
+    OPTIONS,
+    ChatBody,
+    CompletionBody,
+    complaint,
+    sample_of,
+)
 from app.server.worker import Job, Worker
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
@@ -276,6 +283,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"structured_outputs": {"regex": "a", "json": {}}}, 400, None, "give one of"),
     (TEXT, {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400,
      "response_format", "another field says the same: leave it out"),
+    (TEXT, {"structured_outputs": {"grammar": 'start : "a'}}, 400, None, "the Lark grammar: "),
     (TEXT, {"structured_outputs": {"grammar": "a.lark"}}, 400, "structured_outputs.grammar", "st"),
     (TEXT, [], 400, None, "the body: Input should be an object"),
     (TEXT, b"{" + b" " * MAX_BODY, 400, None, "at most 1048576 bytes"),
@@ -296,6 +304,11 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
     assert error["type"] == "invalid_request_error" and part in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert "\n" not in error["message"] and "--" not in error["message"]
+
+
+def test_a_request_gives_every_option_of_a_call_but_those_that_are_the_servers_own() -> None:
+    own = {"chat", "system", "bits", "window", "plan", "draft_model"}
+    assert OF_A_CALL - ChatBody.model_fields.keys() == {*own, *GRAMMARS}
 
 
 IDLE = {

@@ -15,6 +15,7 @@ from app import session as sessions
 from app.session import Session
 from app.terminal import turns
 from decoding.verify import RULES
+from model.decoder import PREFILL_CHUNK
 from model.fast import cpu
 from tests.calls import interrupted, recorded
 from tests.commands import Run
@@ -65,25 +66,46 @@ def test_a_prompt_is_read_from_the_prefix_on_that_the_cache_holds_and_the_text_s
 def test_speed_counts_the_time_from_the_end_of_the_prompt_to_the_last_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A clock that copies move by 100 seconds, the prompt by 10, each pass by 1."""
+    """A clock that a reader moves by 1000 seconds, copies by 100, the prompt by 10, each pass by 1.
+    Texts in shared steps have the same time: their reader's is not theirs.
+    """
     session = generate.load("tiny-llama", max_new_tokens=12, draft="none")
     clock = [0]
     monkeypatch.setattr(sessions, "now", lambda device: clock[-1])
-    for owner, name, seconds in (
-        (sessions, "strategy_of", 100),
-        (type(session.model.model), "prefill", 10),
-        (type(session.model), "__call__", 1),
-    ):
-        recorded(monkeypatch, owner, name, lambda *_, by=seconds: clock.append(clock[-1] + by))
-    sample = session.write(FOX)
+
+    def takes(patch: pytest.MonkeyPatch, owner: Any, name: str, seconds: int) -> None:
+        recorded(patch, owner, name, lambda *_: clock.append(clock[-1] + seconds))
+
+    takes(monkeypatch, type(session.model.model), "prefill", 10)
+    takes(monkeypatch, type(session.model), "together", 1)
+    with monkeypatch.context() as patch:
+        takes(patch, sessions, "strategy_of", 100)
+        sample = session.write(FOX)
     assert (sample.prompt_seconds, sample.seconds, sample.speed) == (10, 12, 1)
     assert sample.first_token_seconds == 100 + 10 + 1
+    samples = [session.begin(session.encode(FOX)) for _ in range(2)]
+    for _ in session.rounds_of_all(samples):
+        clock.append(clock[-1] + 1000)
+    for each in samples:
+        assert (each.prompt_seconds, each.seconds, each.first_token_seconds) == (10, 12, 10 + 1)
 
 
 def test_the_context_that_a_model_is_loaded_with_ends_every_text() -> None:
     small = generate.load("tiny-llama", context=20, max_new_tokens=50)
     for sample in (small.write(FOX), *small.write_all([FOX])):
         assert (len(sample.source), sample.finish) == (20, "length")
+
+
+def test_memory_is_looked_at_for_a_prompt_that_is_not_known_yet_and_for_the_copies_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = recorded(monkeypatch, Session, "memory", lambda _, positions, prompt=0: prompt)
+    session = generate.load("tiny-llama", draft="none")
+    assert prompts == [PREFILL_CHUNK]
+    monkeypatch.setattr("weights.memory.free_bytes", lambda device: 1000)
+    for draft in ("lowbit", "exit"):
+        said = refusal(session.write, FOX, draft=draft, bits=4)
+        assert "do not fit into memory: give --draft none or lookup" in said
 
 
 def test_the_low_bit_copies_of_a_plan_stay_those_of_the_first_text(
@@ -165,15 +187,22 @@ def test_an_error_of_one_text_is_raised_when_the_others_are_written(session: Ses
 # Streams and conversations
 
 
-def test_a_call_cuts_off_the_stream_on_its_cache_and_no_other(session: Session) -> None:
+def test_a_call_cuts_off_the_stream_on_its_cache_and_no_other(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was not begun, and where the call needs a larger cache."""
+    monkeypatch.setattr(sessions, "POSITIONS", 8)
+    small = generate.load("tiny-llama", **OPTIONS)
     chat = session.chat()
-    streams = [chat.stream(FOX), session.stream("Hello"), session.stream(FOX)]
+    streams = [chat.stream(FOX), small.stream(FOX), session.stream("Hello"), session.stream(FOX)]
     begun = [next(stream) for stream in streams]
     assert not torch.is_inference_mode_enabled(), "this is left to the caller"
+    late = chat.stream("Late")
     chat.say("And?")
-    for cut in streams[:2]:
+    small.write(FOX, max_new_tokens=40)
+    for cut in (late, *streams[:3]):
         assert "cut this stream off" in refusal(list, cut)
-    assert begun[2] + "".join(streams[2]) == session.write(FOX).text
+    assert begun[3] + "".join(streams[3]) == session.write(FOX).text
     assert chat.messages[1]["content"].startswith(begun[0]) and len(chat.messages) == 4
 
 
@@ -220,7 +249,10 @@ def test_no_turn_without_an_answer_is_kept_and_oldest_turns_can_be_forgotten() -
     chat.say("Again")
     assert "forget the oldest turns" in refusal(chat.say, "fox " * 120)
     assert ABSENT in refusal(chat.say, "Hello", draft=ABSENT)
+    assert "system is an option of chat, not of a turn" in refusal(chat.say, "Hello", system="s")
+    late = chat.stream("Late")
     chat.forget()
+    assert "cut this stream off" in refusal(list, late)
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]
     assert chat.say("Hello").rounds
 

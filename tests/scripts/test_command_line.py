@@ -64,7 +64,9 @@ def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("no kernel image")))
-    assert "cannot compute on cuda: try pip install torch" in refusal(device.pick_device, None)
+    said = refusal(device.pick_device, None)
+    assert "cannot compute on cuda (no kernel image): give --device cpu" in said
+    assert "try pip install torch --index-url" in said
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,7 @@ def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
         (["a", "--draft", "model"], "--draft model needs --draft-model DIR"),
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["a", "--device", ""], "device '' is not there"),
         (["a", "--device", "meta"], "device 'meta' is not there"),
         (["a", "--device", "mps"], "mps cannot compute in float64: give --device cpu"),
         (["a", "--chat"], "no chat template"),
@@ -110,7 +113,7 @@ def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
         (["a " * 300], "shorten the prompt"),
         (["a " * 30, "--context", "20"], "the context 20 (the model's 256): shorten"),
         (["a", "--context", "-1"], "--context must be at least 1"),
-        (["--serve", "0", "--trace"], "and --serve no --trace"),
+        (["--serve", "0", "--trace"], "--serve no --trace"),
         (["--interactive", "--json"], "--serve and --interactive stand alone"),
         (["--serve", "0", "--interactive"], "--serve and --interactive stand alone"),
         (["a", "--serve", "0"], "--serve and --interactive stand alone"),
@@ -158,7 +161,7 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
         *["the hen", "--model", model, "--draft", "exit", "--temperature", "1", "--seed", "4"],
         *["--num-samples", "3", "--max-new-tokens", "12", "--json"],
     )
-    assert outcome.status == 0 and len(outcome.objects) == 3
+    assert outcome.status == 0 and len(outcome.objects) == 3 and outcome.out.isascii()
     tokenizer = Tokenizer(Path(model))
     for result in outcome.objects:
         assert list(result) == KEYS and len(result["tokens"]) == 12
@@ -201,6 +204,7 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("app.loaded.load_model")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     whole = run("--model", model, "--dry-run")
     assert whole.status == 0 and re.fullmatch(
         r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, total: .+,"
@@ -211,6 +215,8 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     assert "low-bit" not in lookup.out.splitlines()[0]
     short = run("the", "--model", model, "--dry-run", "--max-new-tokens", "5")
     assert f"KV cache at {len(Tokenizer(Path(model)).encode('the')) + 5} tokens" in short.out
+    monkeypatch.setattr("sys.stdin", io.StringIO("the"))
+    assert run("--model", model, "--dry-run", "--max-new-tokens", "5").out == short.out
     monkeypatch.setattr("weights.memory.free_bytes", lambda device: 1000)
     assert "does not fit" in run("--model", model, "--dry-run").complaint
 
@@ -279,7 +285,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
 ) -> None:
     """Also where the server's libraries are missing: one line says how to get them."""
     monkeypatch.setattr("app.loaded.load_model", None)
-    for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
+    for address in ("", "eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
         said = run("--serve", address, "--model", chat_model).complaint
         assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -288,4 +294,5 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
     monkeypatch.delitem(sys.modules, "app.server.network", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = run("--serve", "0", "--model", chat_model).complaint
-    assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said
+    needed = re.findall(r"(?m)^[a-z-]+", (ROOT / "requirements-serve.txt").read_text("utf-8"))
+    assert f"pip install {' '.join(needed)}: import of uvicorn" in said

@@ -183,6 +183,7 @@ def test_the_page_fits_the_screen_and_asks_for_nothing(
 ) -> None:
     """No curve crosses a label."""
     look(browser, width, scheme)
+    browser.get_log("browser")  # forgets what other pages logged
     browser.get(PAGE.as_uri())
     assert asked(browser, "document.documentElement.scrollWidth <= innerWidth")
     for name in asked(browser, "performance.getEntriesByType('resource').map((each) => each.name)"):

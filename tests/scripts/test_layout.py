@@ -38,7 +38,7 @@ OF_THE_CHECKOUT = (
 )
 PROGRAM = """
 import sys, specdec
-print(hasattr(specdec, "another"), specdec.Session.__module__)
+print(hasattr(specdec, "another"), "load" in dir(specdec), specdec.Session.__module__)
 try:
     specdec.load("small-llama")
 except specdec.InputError as error:
@@ -107,6 +107,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_installation_is_one_package_that_names_nothing_of_the_checkout(library: Path) -> None:
     assert os.listdir(library) == ["specdec"]
+    assert not [*library.rglob("gpu_report.py")], "it runs the tests of the checkout"
     assert [path.parent.name for path in library.rglob("model.safetensors")] == ["tiny-llama"]
     for path in library.rglob("*.py"):
         assert not re.findall(OF_THE_CHECKOUT, path.read_text(encoding="utf-8")), path
@@ -127,5 +128,5 @@ def test_an_installation_works_beside_a_users_modules_of_the_same_names(
         check=True,
     )
     names, refusal, *texts = done.stdout.splitlines()
-    assert names == "False specdec.app.session" and "holds tiny-llama: give a path" in refusal
+    assert names == "False True specdec.app.session" and "holds tiny-llama: give a path" in refusal
     assert len(texts) == 2 and texts[0] == texts[1]
