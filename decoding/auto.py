@@ -47,7 +47,7 @@ class Costs:
     LATEST = 15  # plain rounds, whose median ignores one that another program held up
     LEARNED = 0.5  # the share of the latest round in ``beyond``
     MOST = 1.0  # the largest value that a round counts with
-    FADE = 0.99  # what is left after a plain round, so that drafters are tried again
+    DECAY = 0.99  # what is left after a plain round, so that drafters are tried again
 
     steps: Mapping[str, float]
     row: float
@@ -59,7 +59,7 @@ class Costs:
         """Learn from the time of a round, plain or with a draft of tokens at this cost."""
         if name is None:
             self.plain.append(seconds)
-            self.beyond = {each: self.FADE * cost for each, cost in self.beyond.items()}
+            self.beyond = {each: self.DECAY * cost for each, cost in self.beyond.items()}
         elif self.plain:
             beyond = seconds / median(self.plain) - 1 - of_tokens
             known = self.beyond.get(name, 0.0)
@@ -76,7 +76,7 @@ class Rates:
 
     PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
     MEMORY = 0.98  # the share of the past that counts after another round of the kind
-    FADE = 0.95  # the same after a round in which another draft was made
+    DECAY = 0.95  # the same after a round in which another draft was made
 
     def __init__(self, prior: float) -> None:
         self.prior = prior
@@ -99,12 +99,12 @@ class Rates:
         """Add a draft by the confidences of its tokens. The first ``accepted`` of them were
         accepted, the next one was rejected, and those after it were not judged.
         """
-        self.fade(self.MEMORY)
+        self.decay(self.MEMORY)
         for number, confidence in enumerate(confidences[: accepted + 1]):
             self.judged[tenth(confidence)] += 1
             self.accepted[tenth(confidence)] += number < accepted
 
-    def fade(self, memory: float = FADE) -> None:
+    def decay(self, memory: float = DECAY) -> None:
         """Let the past count less, so that bad luck in a few rounds does not decide for long."""
         self.accepted = [memory * each for each in self.accepted]
         self.judged = [memory * each for each in self.judged]
@@ -276,7 +276,7 @@ class Auto(Policy):
             elif offer is taken:
                 offer.rates.learn(choice.confidences or [1.0] * drafted, round.accepted)
             else:
-                offer.rates.fade()
+                offer.rates.decay()
 
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():

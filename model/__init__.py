@@ -4,6 +4,6 @@ Begin with ``llama`` or ``gemma2``: one block each, made of ``layers``. ``decode
 pass, ``cache`` the KV cache and ``plan`` the layer plan. ``quantise`` rounds weights, and
 ``low_bits`` has the blocks under a plan. ``steps`` says what else a model can do, and ``parallel``
 splits one over processes. ``config`` reads ``config.json``, and ``families`` builds its model.
-``device`` knows what a device can do, ``errors`` what a user can mend, and ``places`` where files
-are kept between runs. ``fast`` makes the same models faster.
+``device`` knows what a device can do, ``errors`` has errors with a remedy, and ``places`` has the
+folders of files that are kept between runs. ``fast`` makes the same models faster.
 """

@@ -100,7 +100,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Headless Chromium, once for all tests."""
-    pytest.importorskip("selenium")
+    pytest.importorskip("selenium", reason="needs selenium (requirements-dev.txt)")
     from tests.browser import headless
 
     chromium = headless()
