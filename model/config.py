@@ -39,14 +39,16 @@ class Family:
 
     ``block`` is the readable file that computes it. ``keys`` are the family's defaults for keys
     that a file may lack. Of the keys in ``UNREAD`` it reads only those named here. ``activation``
-    is that of the MLP. ``biased`` names the projections of q, k, v and o that have a bias in every
-    checkpoint. With ``head_norms`` each head of q and k is normed before it is rotated. With
-    ``two_ropes`` layers with a window have a rotary embedding of their own.
+    is that of the MLP. With ``scaled_embedding`` the embeddings are multiplied by √hidden.
+    ``biased`` names the projections of q, k, v and o that have a bias in every checkpoint. With
+    ``head_norms`` each head of q and k is normed before it is rotated. With ``two_ropes`` layers
+    with a window have a rotary embedding of their own.
     """
 
     block: str
     keys: Mapping[str, Any]
     activation: tuple[str, ...] = SILU
+    scaled_embedding: bool = False
     biased: str = ""
     head_norms: bool = False
     two_ropes: bool = False
@@ -100,11 +102,13 @@ FAMILIES = {
             "final_logit_softcapping": 30.0,
         },
         activation=GELU,
+        scaled_embedding=True,
     ),
     "gemma3_text": Family(
         "gemma2",
         GEMMA | {"max_position_embeddings": 131072, "sliding_window_pattern": 6},
         activation=GELU,
+        scaled_embedding=True,
         head_norms=True,
         two_ropes=True,
     ),
@@ -134,7 +138,8 @@ class ModelConfig:
     """Sizes and constants of the forward pass, for all families.
 
     ``block`` and ``activation`` are those of the family, and ``attention_bias`` names the
-    projections of q, k, v and o that have a bias. ``attention_scale`` multiplies q·k.
+    projections of q, k, v and o that have a bias. ``embedding_scale`` multiplies embeddings, and
+    ``attention_scale`` q·k.
     ``windows[layer]`` is the sliding window of a layer in tokens, or None for full attention;
     ``ropes[layer]`` is its rotary embedding. Soft caps are None where there are none. ``source`` is
     the parsed ``config.json``.
@@ -155,6 +160,7 @@ class ModelConfig:
     attention_bias: str
     mlp_bias: bool
     head_norms: bool
+    embedding_scale: float
     attention_scale: float
     attention_soft_cap: float | None
     final_soft_cap: float | None
@@ -219,6 +225,7 @@ def parse_config(source: Any) -> ModelConfig:
         attention_bias="qkvo" if read("attention_bias", bool) else family.biased,
         mlp_bias=read("mlp_bias", bool),
         head_norms=family.head_norms,
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         attention_scale=(read("query_pre_attn_scalar", int, optional=True) or head_dim) ** -0.5,
         attention_soft_cap=read("attn_logit_softcapping", float, optional=True),
         final_soft_cap=read("final_logit_softcapping", float, optional=True),

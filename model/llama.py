@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from model.cache import LayerCache
 from model.config import ModelConfig
-from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm
 
 
 class LlamaBlock(nn.Module):
     """Block: x + attention(norm(x)), then x + mlp(norm(x)), unless the plan skips it."""
+
+    norm = RMSNorm
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -37,10 +38,3 @@ class LlamaBlock(nn.Module):
         if mlp:
             x = x + self.mlp(self.post_attention_layernorm(x))
         return x
-
-
-class Llama(Decoder):
-    """Llama decoder: see ``Decoder``."""
-
-    new_block = LlamaBlock
-    new_norm = RMSNorm
