@@ -111,9 +111,8 @@ class Decoder(Steps, nn.Module):
         x = self.embed(tokens)
         attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
         positions = layer_positions(self.config, start, tokens.shape[1], x, attend)
-        layers = cache.layers if cache else [None] * self.num_layers
-        for block, place, entries in zip(self.planned.blocks(plan), positions, layers, strict=True):
-            x = block(x, place, entries)
+        for block, place in zip(self.planned.blocks(plan), positions, strict=True):
+            x = block(x, place, cache)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from model.cache import LayerCache
+from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, normalise
 
@@ -47,7 +47,7 @@ class Gemma2Block(nn.Module):
         self,
         x: Tensor,
         positions: Positions,
-        cache: LayerCache | None,
+        cache: KVCache | None,
         *,
         attention: bool,
         mlp: bool,

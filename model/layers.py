@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import LayerCache
+from model.cache import KVCache
 from model.config import ModelConfig, Rope
 from model.plan import SINKS
 
@@ -227,7 +227,7 @@ def attend_causally(
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of the T new tokens of a forward pass, for one layer.
+    """Positions of the T new tokens of a forward pass, for the layer of this number.
 
     ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles.
     ``window`` is the layer's sliding window in tokens; None is full attention. ``attend`` computes
@@ -235,6 +235,7 @@ class Positions:
     has another mask.
     """
 
+    layer: int
     start: int
     cos: Tensor
     sin: Tensor
@@ -262,8 +263,8 @@ def layer_positions(
         for rope in set(config.ropes)
     }
     return [
-        Positions(start, *angles[rope], window, attend)
-        for rope, window in zip(config.ropes, config.windows, strict=True)
+        Positions(layer, start, *angles[rope], window, attend)
+        for layer, (rope, window) in enumerate(zip(config.ropes, config.windows, strict=True))
     ]
 
 
@@ -293,9 +294,9 @@ class Attention(nn.Module):
         """Return queries, keys and values, ``[B, T, heads · D]`` each."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
-        """Return ``[B, T, hidden]`` for the same shape; the layer's cache, if given, is written at
-        the positions.
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
+        """Return ``[B, T, hidden]`` for the same shape; the cache, if given, is written at the
+        layer's positions.
         """
         c = self.config
         q, k, v = (  # [B, H or K, T, D]
@@ -304,7 +305,7 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(q), positions.cos, positions.sin)
         k = rotate(self.k_norm(k), positions.cos, positions.sin)
         if cache is not None:
-            k, v = cache.write(positions.start, k, v)
+            k, v = cache.write(positions.layer, positions.start, k, v)
         out = positions.attend(
             q, k, v, positions.window, scale=c.attention_scale, soft_cap=c.attention_soft_cap
         )

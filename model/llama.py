@@ -7,7 +7,7 @@ part of ``model.layers.Attention``.
 
 from torch import Tensor, nn
 
-from model.cache import LayerCache
+from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import Attention, GatedMLP, Positions, RMSNorm
 
@@ -28,7 +28,7 @@ class LlamaBlock(nn.Module):
         self,
         x: Tensor,
         positions: Positions,
-        cache: LayerCache | None,
+        cache: KVCache | None,
         *,
         attention: bool,
         mlp: bool,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_long, c_void_p
 from functools import lru_cache, partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,7 @@ class FastDecoder(PreparedDecoder):
         self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
+        self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
 
     def prepare(self, plan: LayerPlan, positions: int = 1) -> "Weights":
         """Make the low-bit copies of a plan now, and return its weights, with rotary angles for
@@ -143,14 +145,18 @@ class FastDecoder(PreparedDecoder):
         all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls]).long()
         if ((all_tokens < 0) | (all_tokens >= self.vocab_size)).any():
             raise IndexError(f"a token id is not in 0..{self.vocab_size - 1}")
-        if any(len(tokens) != len(cache.addresses) for tokens, cache, _ in calls):
+        if any(len(tokens) != len(cache.keys[0]) for tokens, cache, _ in calls):
             raise ValueError("the cache and the tokens are of different batches")
         texts: list[ctypes.Structure] = []
         for tokens, cache, start in calls:
             rows = tokens.shape[1]
             cache.claim(plan.attention_layers, start, rows)
             head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
-            texts += [CText(each.data_ptr(), rows, start, head_bytes) for each in cache.addresses]
+            if cache not in self.addresses:
+                self.addresses[cache] = addresses_of(cache)
+            texts += [
+                CText(each.data_ptr(), rows, start, head_bytes) for each in self.addresses[cache]
+            ]
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
         logits = torch.empty(len(all_tokens), self.vocab_size)
         array = (CText * len(texts))(*texts)
@@ -164,6 +170,15 @@ class FastDecoder(PreparedDecoder):
             importance = self.importance.get(product)
             self.copies[product, bits] = rounded(product.weight.detach(), bits, importance)
         return self.copies[product, bits]
+
+
+def addresses_of(cache: KVCache) -> Tensor:
+    """Return the addresses of each text's keys and values, int64 ``[batch, layers, 2]``."""
+    layers = zip(cache.keys, cache.values, strict=True)
+    first_text = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in layers])
+    bytes_per_text = cache.keys[0].stride(0) * cache.keys[0].itemsize
+    texts = torch.arange(len(cache.keys[0]))
+    return first_text + bytes_per_text * texts[:, None, None]
 
 
 class Weights:
