@@ -28,9 +28,10 @@ class KVCache:
     ) -> None:
         self.capacity = shape[2]
         self.lengths = [0] * num_layers
-        both = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
-        self.keys = both[:num_layers]
-        self.values = both[num_layers:]
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            for _ in range(2)
+        )
 
     @property
     def length(self) -> int:
@@ -71,11 +72,7 @@ class KVCache:
         return all_keys, all_values
 
     def truncate(self, length: int) -> None:
-        """Forget every position from ``length`` on, in every layer. No tensor is touched. Raises
-        ValueError for a length below 0.
-        """
-        if length < 0:
-            raise ValueError(f"a cache cannot be cut to {length} positions")
+        """Forget every position from ``length`` on, in every layer. No tensor is touched."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
     def copy_from(self, source: KVCache, length: int) -> None:

@@ -1,6 +1,6 @@
 """Decoder of all model families: the pass over its blocks, at explicit positions under a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -47,7 +47,7 @@ class Decoder(Steps, nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        new_block = BLOCKS[config.block]
+        new_block = BLOCKS[config.family.block]
         self.layers = nn.ModuleList(new_block(config) for _ in range(config.num_layers))
         self.norm = new_block.norm(config.hidden_size, config.norm_eps)
         # ``model.fast`` replaces both by faster ones
@@ -76,10 +76,11 @@ class Decoder(Steps, nn.Module):
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of embeddings, rounded to the model's dtype as in training: √3584 is 59.75 in
-        bf16.
+        """Factor of embeddings, 1 or √hidden, rounded to the model's dtype as in training: √3584
+        is 59.75 in bf16.
         """
-        return torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
+        scale = self.config.hidden_size**0.5 if self.config.family.scaled_embedding else 1.0
+        return torch.tensor(scale, dtype=self.dtype).item()
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Return an empty cache of ``capacity`` positions in the model's dtype and device."""
@@ -141,17 +142,18 @@ class Decoder(Steps, nn.Module):
         )
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        """Write the cache entries of ``[batch, T]`` prompt tokens; the head does not run.
-
-        Chunks end at multiples of ``PREFILL_CHUNK``, however a prompt is split over calls.
-        """
-        while tokens.shape[1]:
-            count = chunk_at(start)
-            self.hidden(tokens[:, :count], cache, start)
-            tokens = tokens[:, count:]
-            start += count
+        """Write the cache entries of ``[batch, T]`` prompt tokens; the head does not run."""
+        for chunk, chunk_start in chunks(tokens, start):
+            self.hidden(chunk, cache, chunk_start)
 
 
-def chunk_at(start: int) -> int:
-    """Return the most prompt tokens of a chunk that begins at position ``start``."""
-    return PREFILL_CHUNK - start % PREFILL_CHUNK
+def chunks(tokens: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield the chunks of ``[batch, T]`` prompt tokens, each with its first position.
+
+    They end at multiples of ``PREFILL_CHUNK``, however a prompt is split over calls.
+    """
+    while tokens.shape[1]:
+        count = PREFILL_CHUNK - start % PREFILL_CHUNK
+        yield tokens[:, :count], start
+        tokens = tokens[:, count:]
+        start += count

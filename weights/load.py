@@ -186,7 +186,7 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):
         slow = torch.cuda.get_device_name(device)
-        faster = "float32" if config.block == "gemma2" else "float16"
+        faster = "float32" if config.family.block == "gemma2" else "float16"
     else:
         return dtype
     remedy = f"--dtype {faster} is faster" if name in DTYPES else f"the model runs in {faster}"

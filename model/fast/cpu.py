@@ -174,11 +174,15 @@ class FastDecoder(PreparedDecoder):
 
 def addresses_of(cache: KVCache) -> Tensor:
     """Return the addresses of each text's keys and values, int64 ``[batch, layers, 2]``."""
-    layers = zip(cache.keys, cache.values, strict=True)
-    first_text = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in layers])
-    bytes_per_text = cache.keys[0].stride(0) * cache.keys[0].itemsize
-    texts = torch.arange(len(cache.keys[0]))
-    return first_text + bytes_per_text * texts[:, None, None]
+    return torch.tensor(
+        [
+            [
+                [keys[text].data_ptr(), values[text].data_ptr()]
+                for keys, values in zip(cache.keys, cache.values, strict=True)
+            ]
+            for text in range(len(cache.keys[0]))
+        ]
+    )
 
 
 class Weights:
@@ -205,7 +209,7 @@ class Weights:
         )
         layers = (CLayer * config.num_layers)(
             *(
-                self.layer(block, attention, mlp, angles[rope], window, NORMS[config.block])
+                self.layer(block, attention, mlp, angles[rope], window, NORMS[config.family.block])
                 for block, attention, mlp, rope, window in parts
             )
         )
@@ -229,7 +233,7 @@ class Weights:
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap or 0,
             final_soft_cap=config.final_soft_cap or 0,
-            is_gelu=config.activation != "silu",
+            is_gelu=config.family.activation != "silu",
         )
 
     def layer(
@@ -244,7 +248,7 @@ class Weights:
         """Return the weights of a block, those of each sublayer in its number of bits."""
         sublayer = block.self_attn
         norms = {field: self.scales(block.get_submodule(name)) for field, name in names.items()}
-        if sublayer.config.head_norms:
+        if sublayer.config.family.head_norms:
             norms |= {
                 "q_norm": self.scales(sublayer.q_norm),
                 "k_norm": self.scales(sublayer.k_norm),
