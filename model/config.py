@@ -139,6 +139,13 @@ class Rope:
     beta_slow: float = 0.0
     attention_factor: float = 1.0
 
+    @property
+    def extended_context(self) -> int:
+        """Number of positions that yarn extends the trained context to; 0 for other kinds."""
+        if self.kind != "yarn":
+            return 0
+        return int(min(LARGEST, self.factor * self.original_max_positions))
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -210,11 +217,6 @@ def parse_config(source: Any) -> ModelConfig:
     window = read("sliding_window", int)
     windows = {SLIDING: window if read("use_sliding_window", bool) else None, EVERYWHERE: None}
     ropes = _ropes(raw, family.two_ropes)
-    extended = [
-        int(min(LARGEST, rope.factor * rope.original_max_positions))
-        for rope in ropes.values()
-        if rope.kind == "yarn"
-    ]
     return ModelConfig(
         family=family,
         vocab_size=read("vocab_size", int),
@@ -224,7 +226,10 @@ def parse_config(source: Any) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=max([read("max_position_embeddings", int), *extended]),
+        max_positions=max(
+            read("max_position_embeddings", int),
+            *(each.extended_context for each in ropes.values()),
+        ),
         norm_eps=read("rms_norm_eps", float, 1e-6),
         tie_embeddings=read("tie_word_embeddings", bool, False),
         attention_bias="qkvo" if read("attention_bias", bool) else family.biased,

@@ -106,6 +106,7 @@ class FastDecoder(PreparedDecoder):
         self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
+        # of each cache, made once
         self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
 
     def prepare(self, plan: LayerPlan, positions: int = 1) -> "Weights":
