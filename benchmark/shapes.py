@@ -34,7 +34,6 @@ from model.cache import KVCache
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.errors import InputError
-from model.families import build
 from model.plan import LayerPlan
 from search.costs import CostModel
 from weights.memory import bytes_read, check_fits, estimate, has_memory_for, parameter_count
@@ -103,7 +102,7 @@ def shape_model(shape: str, dtype: torch.dtype, device: torch.device, positions:
     sizes = {"prompt": positions, "longest_draft": LONGEST_DRAFT, "fast_on": device}
     check_fits(estimate(config, dtype, positions, **sizes), device)
     with torch.device("meta"):
-        model = build(config).to(dtype)
+        model = Decoder(config).to(dtype)
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter in model.parameters():
         parameter.uniform_(-(config.hidden_size**-0.5), config.hidden_size**-0.5)

@@ -22,7 +22,7 @@ from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams
 from decoding.text import Text
-from model.decoder import Decoder, chunk_at
+from model.decoder import Decoder, chunks
 from model.plan import LayerPlan
 
 FEW = 2  # texts that share steps and still draft: low bits gain 1.41 at two, 1.02 at four
@@ -61,12 +61,9 @@ class Together:
 
     def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None:
         """Read the tokens in chunks, between which the other texts take steps."""
-        while tokens.shape[1]:
-            count = chunk_at(start)
-            chunk = Call(self.model, tokens[:, :count], cache, start, is_prompt=True)
-            getcurrent().parent.switch(chunk)
-            tokens = tokens[:, count:]
-            start += count
+        for chunk, chunk_start in chunks(tokens, start):
+            call = Call(self.model, chunk, cache, chunk_start, is_prompt=True)
+            getcurrent().parent.switch(call)
 
     @torch.inference_mode()  # as ``step``: a loop that leaves its greenlet leaves its mode behind
     def start(self, loop: Callable[[], None]) -> greenlet:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,28 +28,15 @@ class KVCache:
     ) -> None:
         self.capacity = shape[2]
         self.lengths = [0] * num_layers
-        both = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
-        self.keys = both[:num_layers]
-        self.values = both[num_layers:]
-
-    @cached_property
-    def addresses(self) -> Tensor:
-        """Addresses of each text's keys and values, int64 ``[batch, layers, 2]``."""
-        layers = zip(self.keys, self.values, strict=True)
-        first_text = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in layers])
-        bytes_per_text = self.keys[0].stride(0) * self.keys[0].itemsize
-        texts = torch.arange(len(self.keys[0]))
-        return first_text + bytes_per_text * texts[:, None, None]
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            for _ in range(2)
+        )
 
     @property
     def length(self) -> int:
         """Number of positions that are valid in every layer, where a full pass may continue."""
         return min(self.lengths)
-
-    @property
-    def layers(self) -> list[LayerCache]:
-        """Entries of each layer."""
-        return [LayerCache(self, layer) for layer in range(len(self.lengths))]
 
     def claim(self, layers: Collection[int], start: int, count: int) -> None:
         """Mark ``[start, start + count)`` as the last valid entries of these layers.
@@ -71,12 +56,23 @@ class KVCache:
         for layer in layers:
             self.lengths[layer] = end
 
-    def truncate(self, length: int) -> None:
-        """Forget every position from ``length`` on, in every layer. No tensor is touched. Raises
-        ValueError for a length below 0.
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's keys and values ``[batch, kv_heads, T, head_dim]`` at
+        ``[start, start + T)``.
+
+        Entries after them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
+        start + T, head_dim]``. Raises ValueError as ``claim`` does.
         """
-        if length < 0:
-            raise ValueError(f"a cache cannot be cut to {length} positions")
+        end = start + keys.shape[2]
+        self.claim([layer], start, keys.shape[2])
+        all_keys = self.keys[layer][:, :, :end]
+        all_values = self.values[layer][:, :, :end]
+        all_keys[:, :, start:] = keys
+        all_values[:, :, start:] = values
+        return all_keys, all_values
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from ``length`` on, in every layer. No tensor is touched."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
     def copy_from(self, source: KVCache, length: int) -> None:
@@ -86,24 +82,3 @@ class KVCache:
         ):
             target[:, :, :length] = entries[:, :, :length]
         self.lengths = [length] * len(self.lengths)
-
-
-class LayerCache(NamedTuple):
-    """Entries of one layer of a cache, as its attention writes and reads them."""
-
-    cache: KVCache
-    layer: int
-
-    def write(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values ``[batch, kv_heads, T, head_dim]`` at ``[start, start + T)``.
-
-        Entries after them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
-        start + T, head_dim]``. Raises ValueError as ``claim`` does.
-        """
-        end = start + keys.shape[2]
-        self.cache.claim([self.layer], start, keys.shape[2])
-        all_keys = self.cache.keys[self.layer][:, :, :end]
-        all_values = self.cache.values[self.layer][:, :, :end]
-        all_keys[:, :, start:] = keys
-        all_values[:, :, start:] = values
-        return all_keys, all_values

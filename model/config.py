@@ -13,17 +13,20 @@ from typing import Any
 
 from model.errors import InputError
 
-# The key of an activation, then the names that it has; ``model.layers`` computes the first.
-SILU = ("hidden_act", "silu", "swish")
-GELU = ("hidden_activation", "gelu_pytorch_tanh", "gelu_new")
-# Factors that a kind of scaling has. Dynamic scaling begins beyond the model's context, which no
-# text here reaches.
-ROPE_FACTORS = {
-    "default": (),
-    "dynamic": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow"),
+# The activations of ``model.layers``: the key that names them, and the names that files have.
+ACTIVATION_NAMES = {
+    "silu": ("hidden_act", ["silu", "swish"]),
+    "gelu_pytorch_tanh": ("hidden_activation", ["gelu_pytorch_tanh", "gelu_new"]),
+}
+# Factors that a kind of scaling has, and their defaults; None where a file must have them, but that
+# yarn's factor may follow from the contexts. Dynamic scaling begins beyond the model's context,
+# which no text here reaches.
+ROPE_FACTORS: dict[str, dict[str, float | None]] = {
+    "default": {},
+    "dynamic": {},
+    "linear": {"factor": None},
+    "llama3": {"factor": None, "low_freq_factor": None, "high_freq_factor": None},
+    "yarn": {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0},
 }
 # A damaged file must not ask for more than can be built.
 LARGEST = 2**24  # of any whole number
@@ -31,6 +34,7 @@ MOST_LAYERS = 2**10
 # kinds of layers
 EVERYWHERE = "full_attention"
 SLIDING = "sliding_attention"
+KINDS = (SLIDING, EVERYWHERE)
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,16 @@ class Family:
 
     ``block`` is the readable file that computes it. ``keys`` are the family's defaults for keys
     that a file may lack. Of the keys in ``UNREAD`` it reads only those named here. ``activation``
-    is that of the MLP. ``biased`` names the projections of q, k, v and o that have a bias in every
-    checkpoint. With ``head_norms`` each head of q and k is normed before it is rotated. With
-    ``two_ropes`` layers with a window have a rotary embedding of their own.
+    is that of the MLP. With ``scaled_embedding`` the embeddings are multiplied by √hidden.
+    ``biased`` names the projections of q, k, v and o that have a bias in every checkpoint. With
+    ``head_norms`` each head of q and k is normed before it is rotated. With ``two_ropes`` layers
+    with a window have a rotary embedding of their own.
     """
 
     block: str
     keys: Mapping[str, Any]
-    activation: tuple[str, ...] = SILU
+    activation: str = "silu"
+    scaled_embedding: bool = False
     biased: str = ""
     head_norms: bool = False
     two_ropes: bool = False
@@ -67,6 +73,8 @@ UNREAD = {
     "max_window_layers": 0,
     "sliding_window_pattern": None,
 }
+# Keys whose null is a value. Any other null is as good as no key.
+NULLABLE = {key for key, value in UNREAD.items() if value is None} | {"mscale", "mscale_all_dim"}
 # Keys that several families read.
 WINDOWS = {"sliding_window": 4096, "layer_types": None}
 QWEN = WINDOWS | {
@@ -99,12 +107,14 @@ FAMILIES = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        activation=GELU,
+        activation="gelu_pytorch_tanh",
+        scaled_embedding=True,
     ),
     "gemma3_text": Family(
         "gemma2",
         GEMMA | {"max_position_embeddings": 131072, "sliding_window_pattern": 6},
-        activation=GELU,
+        activation="gelu_pytorch_tanh",
+        scaled_embedding=True,
         head_norms=True,
         two_ropes=True,
     ),
@@ -115,33 +125,39 @@ FAMILIES = {
 class Rope:
     """Rotary position embedding: its base, and the factors of its ``kind`` of scaling.
 
-    Cosines and sines are multiplied by ``attention_factor``.
+    Only the factors that ``ROPE_FACTORS`` names for the kind mean anything. Cosines and sines are
+    multiplied by ``attention_factor``.
     """
 
     theta: float
     kind: str
     original_max_positions: int
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 0.0
+    beta_slow: float = 0.0
     attention_factor: float = 1.0
+
+    @property
+    def extended_context(self) -> int:
+        """Number of positions that yarn extends the trained context to; 0 for other kinds."""
+        if self.kind != "yarn":
+            return 0
+        return int(min(LARGEST, self.factor * self.original_max_positions))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and constants of the forward pass, for all families.
 
-    ``block`` and ``activation`` are those of the family, and ``attention_bias`` names the
-    projections of q, k, v and o that have a bias. ``attention_scale`` multiplies q·k.
-    ``windows[layer]`` is the sliding window of a layer in tokens, or None for full attention;
-    ``ropes[layer]`` is its rotary embedding. Soft caps are None where there are none. ``source`` is
-    the parsed ``config.json``.
+    ``attention_bias`` names the projections of q, k, v and o that have a bias.
+    ``attention_scale`` multiplies q·k. ``windows[layer]`` is the sliding window of a layer in
+    tokens, or None for full attention; ``ropes[layer]`` is its rotary embedding. Soft caps are None
+    where there are none. ``source`` is the parsed ``config.json``.
     """
 
-    block: str
-    activation: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -154,7 +170,6 @@ class ModelConfig:
     tie_embeddings: bool
     attention_bias: str
     mlp_bias: bool
-    head_norms: bool
     attention_scale: float
     attention_soft_cap: float | None
     final_soft_cap: float | None
@@ -177,12 +192,17 @@ def parse_config(source: Any) -> ModelConfig:
             "config.json: the checkpoint is quantised: use the original one, in plain float weights"
         )
     family = FAMILIES[_one_of("model_type", source.get("model_type"), FAMILIES)]
-    key, *activations = family.activation
-    _one_of(key, source.get(key) or activations[0], activations)
+    key, names = ACTIVATION_NAMES[family.activation]
+    _one_of(key, source.get(key) or family.activation, names)
     _one_of("is_causal", source.get("is_causal", True), [True])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
-    raw = {key: source[key] for key in source if key in family.keys or key not in UNREAD}
-    read = partial(_read, raw, UNREAD | family.keys)
+    raw = UNREAD | family.keys
+    raw |= {
+        key: value
+        for key, value in source.items()
+        if (key in family.keys or key not in UNREAD) and (value is not None or key in NULLABLE)
+    }
+    read = partial(_read, raw)
     hidden_size = read("hidden_size", int)
     heads = read("num_attention_heads", int)
     kv_heads = read("num_key_value_heads", int, heads)
@@ -193,19 +213,12 @@ def parse_config(source: Any) -> ModelConfig:
             " supported; num_attention_heads must be a multiple of num_key_value_heads, and"
             " head_dim even"
         )
-    kinds = _layer_kinds(read, raw.get("layer_types"))
-    window = read("sliding_window", int, optional=True)
+    kinds = _layer_kinds(raw)
+    window = read("sliding_window", int)
     windows = {SLIDING: window if read("use_sliding_window", bool) else None, EVERYWHERE: None}
-    max_positions = read("max_position_embeddings", int)
-    ropes = _ropes(raw, family.two_ropes, max_positions)
-    extended = [
-        int(min(LARGEST, rope.factor * rope.original_max_positions))
-        for rope in ropes.values()
-        if rope.kind == "yarn"
-    ]
+    ropes = _ropes(raw, family.two_ropes)
     return ModelConfig(
-        block=family.block,
-        activation=activations[0],
+        family=family,
         vocab_size=read("vocab_size", int),
         hidden_size=hidden_size,
         intermediate_size=read("intermediate_size", int),
@@ -213,64 +226,65 @@ def parse_config(source: Any) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=max([max_positions, *extended]),
+        max_positions=max(
+            read("max_position_embeddings", int),
+            *(each.extended_context for each in ropes.values()),
+        ),
         norm_eps=read("rms_norm_eps", float, 1e-6),
         tie_embeddings=read("tie_word_embeddings", bool, False),
         attention_bias="qkvo" if read("attention_bias", bool) else family.biased,
         mlp_bias=read("mlp_bias", bool),
-        head_norms=family.head_norms,
-        attention_scale=(read("query_pre_attn_scalar", int, optional=True) or head_dim) ** -0.5,
-        attention_soft_cap=read("attn_logit_softcapping", float, optional=True),
-        final_soft_cap=read("final_logit_softcapping", float, optional=True),
+        attention_scale=(read("query_pre_attn_scalar", int) or head_dim) ** -0.5,
+        attention_soft_cap=read("attn_logit_softcapping", float),
+        final_soft_cap=read("final_logit_softcapping", float),
         windows=tuple(windows[kind] for kind in kinds),
         ropes=tuple(ropes[kind] for kind in kinds),
         source=source,
     )
 
 
-def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
-    """Return the kind of each layer: the ``given`` layer_types, or those that the other keys
+def _layer_kinds(raw: dict[str, Any]) -> list[str]:
+    """Return the kind of each layer: the file's layer_types, or those that its other keys
     describe.
     """
-    layers = read("num_hidden_layers", int, largest=MOST_LAYERS)
-    first = read("max_window_layers", int, smallest=0)
-    pattern = read("sliding_window_pattern", int, optional=True)
-    if given is None:
-        given = [
+    layers = _read(raw, "num_hidden_layers", int, largest=MOST_LAYERS)
+    first = _read(raw, "max_window_layers", int, smallest=0)
+    pattern = _read(raw, "sliding_window_pattern", int)
+    kinds = raw["layer_types"]
+    if kinds is None:
+        kinds = [
             EVERYWHERE if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING
             for layer in range(layers)
         ]
-    if not isinstance(given, list) or len(given) != layers:
+    if not isinstance(kinds, list) or len(kinds) != layers:
         raise InputError(f"config.json: layer_types must name the kind of each of {layers} layers")
-    return [_one_of("layer type", kind, (SLIDING, EVERYWHERE)) for kind in given]
+    return [_one_of("layer type", kind, KINDS) for kind in kinds]
 
 
-def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope]:
-    """Return the rotary embedding of each kind of layers, for up to ``max_positions`` tokens.
+def _ropes(raw: dict[str, Any], two: bool) -> dict[str, Rope]:
+    """Return the rotary embedding of each kind of layers.
 
     A file may hold rope_parameters, and a rope_scaling that a user adds to them. Where there are
     ``two``, this is the scaling of layers without a window, and rope_parameters hold an object for
     each kind.
     """
-    scaling = _read(raw, {}, "rope_scaling", dict, {})
+    scaling = _read(raw, "rope_scaling", dict, {})
     if "type" in scaling:  # an older name
         scaling = {"rope_type": scaling["type"]} | scaling
-    parameters = _read(raw, {}, "rope_parameters", dict, {})
+    parameters = _read(raw, "rope_parameters", dict, {})
     if not two:
-        return dict.fromkeys((SLIDING, EVERYWHERE), _rope(raw, parameters | scaling, max_positions))
+        return dict.fromkeys(KINDS, _rope(raw, parameters | scaling))
     for kind in parameters:
-        _one_of("layer type of rope_parameters", kind, (SLIDING, EVERYWHERE))
-    local = {"rope_theta": _read(raw, {}, "rope_local_base_freq", float, 1e4)}
-    full = {"rope_theta": _read(raw, {}, "rope_theta", float, 1e6)}
+        _one_of("layer type of rope_parameters", kind, KINDS)
+    local = {"rope_theta": _read(raw, "rope_local_base_freq", float, 1e4)}
+    full = {"rope_theta": _read(raw, "rope_theta", float, 1e6)}
     return {
-        SLIDING: _rope(raw, local | _read(parameters, {}, SLIDING, dict, {}), max_positions),
-        EVERYWHERE: _rope(
-            raw, full | _read(parameters, {}, EVERYWHERE, dict, {}) | scaling, max_positions
-        ),
+        SLIDING: _rope(raw, local | _read(parameters, SLIDING, dict, {})),
+        EVERYWHERE: _rope(raw, full | _read(parameters, EVERYWHERE, dict, {}) | scaling),
     }
 
 
-def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> Rope:
+def _rope(raw: dict[str, Any], scaling: dict[str, Any]) -> Rope:
     """Return the rotary embedding of ``scaling``; fields that it lacks may be in ``raw``."""
     if any(isinstance(value, dict) for value in scaling.values()):
         raise InputError(
@@ -278,15 +292,16 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     _one_of("rope type", kind, ROPE_FACTORS)
-    _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
-    read = partial(_read, raw | scaling, {"beta_fast": Rope.beta_fast, "beta_slow": Rope.beta_slow})
-    original = read("original_max_position_embeddings", int, max_positions)
-    extension = max_positions / original if kind == "yarn" else None
-    factors = {name: read(name, float, extension) for name in ROPE_FACTORS[kind]}
-    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
-        raise InputError("config.json: high_freq_factor must be above low_freq_factor")
+    read = partial(_read, raw | scaling)
+    _one_of("partial_rotary_factor", read("partial_rotary_factor", float, 1.0), [1])
+    context = read("max_position_embeddings", int)
+    original = read("original_max_position_embeddings", int, context)
+    extension = context / original if kind == "yarn" else None
+    factors = {
+        name: read(name, float, default or extension)
+        for name, default in ROPE_FACTORS[kind].items()
+    }
     if kind == "yarn":
-        _one_of("truncate", read("truncate", bool, True), [True])
         factors["attention_factor"] = _attention_factor_of_yarn(read, factors["factor"])
     return Rope(read("rope_theta", float, 1e4), kind, original, **factors)
 
@@ -295,7 +310,7 @@ def _attention_factor_of_yarn(read: Callable[..., Any], factor: float) -> float:
     """Return the factor of cosines and sines (YaRN, arXiv 2309.00071, section 3.4), which a file
     may give, or the ratio of two of another strength.
     """
-    strengths = [read(name, float, optional=True) for name in ("mscale", "mscale_all_dim")]
+    strengths = [read(name, float) for name in ("mscale", "mscale_all_dim")]
     above, below = strengths if all(strengths) else (1.0, 0.0)
     growth = 0.1 * math.log(max(1, factor))
     return read("attention_factor", float, (above * growth + 1) / (below * growth + 1))
@@ -313,26 +328,20 @@ def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:
 
 def _read(
     raw: Mapping[str, Any],
-    defaults: Mapping[str, Any],
     key: str,
     kind: type,
     default: Any = None,
     *,
-    optional: bool = False,
     smallest: int = 1,
     largest: int = LARGEST,
 ) -> Any:
     """Return a field as an int from ``smallest`` to ``largest``, a float above 0, a bool or an
-    object.
-
-    Where it is absent, it is that of ``defaults``, or else ``default``. Where it is null, it is
-    None if it is ``optional``, else the same.
+    object; ``default`` where it is absent or null, and None for a null of ``NULLABLE`` keys.
     """
-    default = defaults.get(key, default)
-    value = raw.get(key, default)
-    if value is None and optional:
-        return None
+    value = raw.get(key)
     value = default if value is None else value
+    if value is None and key in NULLABLE:
+        return None
     fits, wanted = {
         int: (
             type(value) is int and smallest <= value <= largest,

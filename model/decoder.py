@@ -1,8 +1,6 @@
-"""Decoder: base class of all model families, with the pass over its blocks for explicit positions,
-cache and plan.
-"""
+"""Decoder of all model families: the pass over its blocks, at explicit positions under a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -11,27 +9,26 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import RMSNorm, attend_causally, layer_positions
+from model.gemma2 import Gemma2Block
+from model.layers import attend_causally, layer_positions
+from model.llama import LlamaBlock
 from model.low_bits import PlannedBlocks
 from model.plan import LayerPlan
 from model.steps import Steps
 
 PREFILL_CHUNK = 256  # prompt tokens per forward pass: bounds the memory of activations
+BLOCKS = {"llama": LlamaBlock, "gemma2": Gemma2Block}
 
 
 class Decoder(Steps, nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
-    A family's file supplies the types of its norm and of its block, a module that is made from the
-    config, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
-    Parameter names are those of the checkpoint, without the prefix ``model.``. ``importance``
-    holds, for each linear layer where it was measured, the mean square of its inputs, ``[in]``:
-    weights are rounded by it.
+    A new decoder has no weights: load them, or call ``initialise``. Its block, one of ``BLOCKS``,
+    has the type of the final norm too, and is called as ``block(x, positions, cache, attention=...,
+    mlp=...)``. Parameter names are those of the checkpoint, without the prefix ``model.``.
+    ``importance`` holds, for each linear layer where it was measured, the mean square of its
+    inputs, ``[in]``: weights are rounded by it.
     """
-
-    new_block: type[nn.Module]
-    new_norm: type[RMSNorm]
-    embedding_scale = 1.0
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,8 +47,9 @@ class Decoder(Steps, nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self.layers = nn.ModuleList(self.new_block(config) for _ in range(config.num_layers))
-        self.norm = self.new_norm(config.hidden_size, config.norm_eps)
+        new_block = BLOCKS[config.family.block]
+        self.layers = nn.ModuleList(new_block(config) for _ in range(config.num_layers))
+        self.norm = new_block.norm(config.hidden_size, config.norm_eps)
         # ``model.fast`` replaces both by faster ones
         self.attend: Callable[..., Tensor] = attend_causally  # of prompts
         self.planned = PlannedBlocks(self)
@@ -76,6 +74,14 @@ class Decoder(Steps, nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
 
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of embeddings, 1 or √hidden, rounded to the model's dtype as in training: √3584
+        is 59.75 in bf16.
+        """
+        scale = self.config.hidden_size**0.5 if self.config.family.scaled_embedding else 1.0
+        return torch.tensor(scale, dtype=self.dtype).item()
+
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Return an empty cache of ``capacity`` positions in the model's dtype and device."""
         return KVCache(
@@ -87,7 +93,7 @@ class Decoder(Steps, nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""
-        return self.embed_tokens(tokens)
+        return self.embed_tokens(tokens) * self.embedding_scale
 
     def hidden(
         self,
@@ -106,9 +112,8 @@ class Decoder(Steps, nn.Module):
         x = self.embed(tokens)
         attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
         positions = layer_positions(self.config, start, tokens.shape[1], x, attend)
-        layers = cache.layers if cache else [None] * self.num_layers
-        for block, place, entries in zip(self.planned.blocks(plan), positions, layers, strict=True):
-            x = block(x, place, entries)
+        for block, place in zip(self.planned.blocks(plan), positions, strict=True):
+            x = block(x, place, cache)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -118,7 +123,9 @@ class Decoder(Steps, nn.Module):
         ``head`` is a low-bit copy to use in place of the model's head.
         """
         head = head or self.lm_head or partial(F.linear, weight=self.embed_tokens.weight)
-        return head(self.norm(hidden))
+        logits = head(self.norm(hidden))
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def forward(
         self,
@@ -135,17 +142,18 @@ class Decoder(Steps, nn.Module):
         )
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        """Write the cache entries of ``[batch, T]`` prompt tokens; the head does not run.
-
-        Chunks end at multiples of ``PREFILL_CHUNK``, however a prompt is split over calls.
-        """
-        while tokens.shape[1]:
-            count = chunk_at(start)
-            self.hidden(tokens[:, :count], cache, start)
-            tokens = tokens[:, count:]
-            start += count
+        """Write the cache entries of ``[batch, T]`` prompt tokens; the head does not run."""
+        for chunk, chunk_start in chunks(tokens, start):
+            self.hidden(chunk, cache, chunk_start)
 
 
-def chunk_at(start: int) -> int:
-    """Return the most prompt tokens of a chunk that begins at position ``start``."""
-    return PREFILL_CHUNK - start % PREFILL_CHUNK
+def chunks(tokens: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield the chunks of ``[batch, T]`` prompt tokens, each with its first position.
+
+    They end at multiples of ``PREFILL_CHUNK``, however a prompt is split over calls.
+    """
+    while tokens.shape[1]:
+        count = PREFILL_CHUNK - start % PREFILL_CHUNK
+        yield tokens[:, :count], start
+        tokens = tokens[:, count:]
+        start += count

@@ -1,19 +1,17 @@
 """Gemma-2 (arXiv 2408.00118): four norms per block, GeGLU, soft caps, sliding windows.
 
-The soft cap of attention scores and the sliding windows are part of ``model.layers``; the rest is
-here. Gemma 3's text models (arXiv 2503.19786) have the same block without caps. Their norms of
-heads are part of ``model.layers.Attention``.
+The soft cap of attention scores and the sliding windows are part of ``model.layers``. The cap of
+the logits and the scale of the embedding are part of ``model.decoder``. Gemma 3's text models
+(arXiv 2503.19786) have the same block without caps. Their norms of heads are part of
+``model.layers.Attention``.
 """
 
-from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from model.cache import LayerCache
+from model.cache import KVCache
 from model.config import ModelConfig
-from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, normalise
 
 
@@ -33,6 +31,8 @@ class Gemma2Block(nn.Module):
     The norm after a sublayer belongs to it: a skipped sublayer skips it too and adds nothing.
     """
 
+    norm = UnitOffsetRMSNorm
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         norm = partial(UnitOffsetRMSNorm, config.hidden_size, config.norm_eps)
@@ -47,7 +47,7 @@ class Gemma2Block(nn.Module):
         self,
         x: Tensor,
         positions: Positions,
-        cache: LayerCache | None,
+        cache: KVCache | None,
         *,
         attention: bool,
         mlp: bool,
@@ -59,23 +59,3 @@ class Gemma2Block(nn.Module):
         if mlp:
             x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         return x
-
-
-class Gemma2(Decoder):
-    """Gemma-2 decoder: see ``Decoder``."""
-
-    new_block = Gemma2Block
-    new_norm = UnitOffsetRMSNorm
-
-    @property
-    def embedding_scale(self) -> float:
-        """Factor √hidden, rounded to the model's dtype as in training: √3584 is 59.75 in bf16."""
-        return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.embed_tokens(tokens) * self.embedding_scale
-
-    def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        logits = super().logits(hidden, head)
-        cap = self.config.final_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import LayerCache
+from model.cache import KVCache
 from model.config import ModelConfig, Rope
 from model.plan import SINKS
 
@@ -204,9 +204,7 @@ def attend_causally(
     """
     count = q.shape[2]
     size = k.shape[2]
-    if newest is not None and newest >= size:
-        newest = None  # it hides nothing
-    is_full = newest is None and (window is None or size <= window)
+    is_full = all(width is None or size <= width for width in (window, newest))
     if count == size and soft_cap is None and is_full:  # torch has a kernel for this
         k, v = (entries.repeat_interleave(q.shape[1] // k.shape[1], 1) for entries in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -220,14 +218,22 @@ def attend_causally(
         if queries.shape[2] > 1 or newest is not None:
             keys = torch.arange(first, end, device=q.device)
             mask = causal_mask(keys[begin - first :], keys, window, q.dtype, newest)
-        part = k[:, :, first:end], v[:, :, first:end]
-        out.append(attend_masked(queries, *part, mask, scale=scale, soft_cap=soft_cap))
+        out.append(
+            attend_masked(
+                queries,
+                k[:, :, first:end],
+                v[:, :, first:end],
+                mask,
+                scale=scale,
+                soft_cap=soft_cap,
+            )
+        )
     return torch.cat(out, 2)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of the T new tokens of a forward pass, for one layer.
+    """Positions of the T new tokens of a forward pass, for the layer of this number.
 
     ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles.
     ``window`` is the layer's sliding window in tokens; None is full attention. ``attend`` computes
@@ -235,6 +241,7 @@ class Positions:
     has another mask.
     """
 
+    layer: int
     start: int
     cos: Tensor
     sin: Tensor
@@ -262,8 +269,8 @@ def layer_positions(
         for rope in set(config.ropes)
     }
     return [
-        Positions(start, *angles[rope], window, attend)
-        for rope, window in zip(config.ropes, config.windows, strict=True)
+        Positions(layer, start, *angles[rope], window, attend)
+        for layer, (rope, window) in enumerate(zip(config.ropes, config.windows, strict=True))
     ]
 
 
@@ -280,12 +287,11 @@ class Attention(nn.Module):
         self.config = config
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
-        biased = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias="q" in biased)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in biased)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias="v" in biased)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias="o" in biased)
-        new_norm = norm if config.head_norms else nn.Identity
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias="q" in config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias="v" in config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias="o" in config.attention_bias)
+        new_norm = norm if config.family.head_norms else nn.Identity
         self.q_norm = new_norm(config.head_dim, config.norm_eps)
         self.k_norm = new_norm(config.head_dim, config.norm_eps)
 
@@ -293,20 +299,25 @@ class Attention(nn.Module):
         """Return queries, keys and values, ``[B, T, heads · D]`` each."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
-        """Return ``[B, T, hidden]`` for the same shape; the layer's cache, if given, is written at
-        the positions.
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
+        """Return ``[B, T, hidden]`` for the same shape; the cache, if given, is written at the
+        layer's positions.
         """
-        c = self.config
+        config = self.config
         q, k, v = (  # [B, H or K, T, D]
-            heads.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for heads in self.project(x)
+            heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for heads in self.project(x)
         )
         q = rotate(self.q_norm(q), positions.cos, positions.sin)
         k = rotate(self.k_norm(k), positions.cos, positions.sin)
         if cache is not None:
-            k, v = cache.write(positions.start, k, v)
+            k, v = cache.write(positions.layer, positions.start, k, v)
         out = positions.attend(
-            q, k, v, positions.window, scale=c.attention_scale, soft_cap=c.attention_soft_cap
+            q,
+            k,
+            v,
+            positions.window,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
         )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -318,7 +329,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.family.activation]
         self.gate_proj = nn.Linear(
             config.hidden_size, config.intermediate_size, bias=config.mlp_bias
         )

@@ -7,14 +7,15 @@ part of ``model.layers.Attention``.
 
 from torch import Tensor, nn
 
-from model.cache import LayerCache
+from model.cache import KVCache
 from model.config import ModelConfig
-from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm
 
 
 class LlamaBlock(nn.Module):
     """Block: x + attention(norm(x)), then x + mlp(norm(x)), unless the plan skips it."""
+
+    norm = RMSNorm
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class LlamaBlock(nn.Module):
         self,
         x: Tensor,
         positions: Positions,
-        cache: LayerCache | None,
+        cache: KVCache | None,
         *,
         attention: bool,
         mlp: bool,
@@ -37,10 +38,3 @@ class LlamaBlock(nn.Module):
         if mlp:
             x = x + self.mlp(self.post_attention_layernorm(x))
         return x
-
-
-class Llama(Decoder):
-    """Llama decoder: see ``Decoder``."""
-
-    new_block = LlamaBlock
-    new_norm = RMSNorm

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.plan import FULL, LOW_BITS, LayerPlan
-from model.quantise import Quantised, quantise, round_inputs
+from model.quantise import quantise, round_inputs
 
 Product = Callable[[Tensor], Tensor]  # ``[..., in]`` -> ``[..., out]``
 
@@ -55,24 +55,19 @@ class PlannedBlocks:
             return None
         return self._copy(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
 
-    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """Return the rounded weights of a linear layer or an embedding, by the importance of its
-        inputs.
-        """
-        return quantise(product.weight, bits, self.model.importance.get(product))
-
     def new_product(self, product: nn.Linear | nn.Embedding, bits: int) -> Product | None:
         """Return a new low-bit product in place of a linear layer, or of an embedding as head: here
         of rounded weights and inputs, in the model's dtype. None where the model's own serves.
         """
-        weight = self.rounded(product, bits).dequantised(self.model.dtype)
+        rounded = quantise(product.weight, bits, self.model.importance.get(product))
+        weight = rounded.dequantised(self.model.dtype)
         bias = getattr(product, "bias", None)
         return lambda x: F.linear(round_inputs(x), weight, bias)
 
     def new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
         """Return a new copy of a sublayer, whose linear layers are low-bit products."""
         products = {
-            name: self.new_product(part, bits) or part
+            name: self.new_product(part, bits)
             for name, part in sublayer.named_children()
             if isinstance(part, nn.Linear)
         }

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.errors import InputError, one_line
+from model.errors import InputError, explaining
 
 Cut = tuple[int, range] | None  # a dimension and a rank's indices along it; None: the whole tensor
 # Dimension of each weight that is divided, and the sizes of the config that give the number of
@@ -98,13 +98,11 @@ def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
     """Return the result of a collective operation on ``value``. Raises InputError when a rank has
     ended.
     """
-    try:
+    with explaining(
+        "one of the processes that share the model has ended, so the others end too",
+        (RuntimeError,),
+    ):
         operation(value, *more)
-    except RuntimeError as error:
-        reason = one_line(error)
-        raise InputError(
-            f"one of the processes that share the model has ended, so the others end too: {reason}"
-        ) from None
     return value
 
 

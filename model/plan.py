@@ -36,12 +36,12 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         run = {*self.attention, *self.mlp} - {0} | {self.head}
-        if not run <= {*LOW_BITS, FULL} or len(self.attention) != len(self.mlp):
+        is_blind = self.window is not None and self.window < 1
+        if not run <= {*LOW_BITS, FULL} or len(self.attention) != len(self.mlp) or is_blind:
             raise ValueError(
-                f"a plan gives both sublayers of each layer 0, 4, 8 or {FULL} bits: {self}"
+                f"a plan gives both sublayers of each layer 0, 4, 8 or {FULL} bits, and its window"
+                f" at least 1 key: {self}"
             )
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"the window of a plan has at least 1 key, found {self.window}")
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:

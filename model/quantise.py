@@ -91,7 +91,7 @@ def round_groups(weight: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor
             slope = (weighted_sum(codes * weight, shares) - mean_code * mean) / spread
             scale = torch.where(spread > 0, slope, scale)
             zero = mean - scale * mean_code
-    errors, scales, zeros = torch.stack(found, 1)
+    errors, scales, zeros = torch.stack(found, 1)  # each [candidates · fits, rows, groups]
     best = errors.argmin(0, keepdim=True)
     scale = scales.gather(0, best)[0]
     zero = zeros.gather(0, best)[0]

@@ -99,9 +99,8 @@ class TargetPass:
 
         x = model.embed(self.context[None, own])
         places = layer_positions(model.config, int(own[0]), len(own), x, attend)
-        layers = zip(planned.blocks(plan), places, self.cache.layers, strict=True)
-        for block, place, entries in layers:
-            x = block(x, replace(place, start=self.length), entries)
+        for block, place in zip(planned.blocks(plan), places, strict=True):
+            x = block(x, replace(place, start=self.length), self.cache)
         return x
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from model.config import parse_config
-from model.families import build
+from model.decoder import Decoder
 from tests.configs import small
 
 END = "<|end|>"
@@ -37,7 +37,7 @@ def random_state(
     them.
     """
     with torch.device("meta"):
-        parameters = dict(build(parse_config(config)).named_parameters())
+        parameters = dict(Decoder(parse_config(config)).named_parameters())
     generator = torch.Generator().manual_seed(seed)
     return {
         name if name.startswith("lm_head") else f"model.{name}": (

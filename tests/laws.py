@@ -21,7 +21,6 @@ from decoding.text import Conditions, Text, TokenBytes
 from model.cache import KVCache
 from model.config import parse_config
 from model.decoder import Decoder
-from model.families import build
 from model.plan import FULL, LOW_BITS, LayerPlan
 from tests.configs import small
 
@@ -87,7 +86,7 @@ def tiny_model(
     """A random real module in float64, small enough to enumerate; Gemma-2's window is two
     tokens.
     """
-    model = build(parse_config(small(family, vocab_size=vocab, layers=layers, hidden=hidden)))
+    model = Decoder(parse_config(small(family, vocab_size=vocab, layers=layers, hidden=hidden)))
     model.double().initialise(std=0.7, generator=torch.Generator().manual_seed(seed))
     return model.requires_grad_(False).eval()
 
@@ -109,7 +108,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Decoder:
     """This project's model of a config.json, with random weights that all matter."""
-    model = build(parse_config(raw)).to(dtype).requires_grad_(False).eval()
+    model = Decoder(parse_config(raw)).to(dtype).requires_grad_(False).eval()
     model.initialise(std=1.0)  # else biases differ between processes
     randomise(model, 0)
     return model

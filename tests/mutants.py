@@ -34,7 +34,7 @@ from decoding import (
 )
 from decoding.proof import enumeration, foreign, loop_law, table_model
 from decoding.proof.plain_law import Request, plain_law
-from model.cache import LayerCache
+from model.cache import KVCache
 from model.fast.cpu import FastDecoder
 from tests.app import test_compare
 from tests.decoding import (
@@ -364,11 +364,11 @@ MUTANTS = [
     Mutant(
         19,
         "a sliding-window cache drops the entries that have left the window",
-        LayerCache,
+        KVCache,
         "write",
         "all_values[:, :, start:] = values",
         "all_values[:, :, start:] = values\n"
-        "    if self.layer == 0:\n        all_keys[:, :, : max(0, start - 1)] = 0",
+        "    if layer == 0:\n        all_keys[:, :, : max(0, start - 1)] = 0",
         of(SELF_DRAFT, "gemma2"),
     ),
     Mutant(

@@ -21,7 +21,6 @@ from transformers import modeling_rope_utils
 
 from model.config import parse_config
 from model.decoder import Decoder
-from model.families import build
 from model.plan import LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import randomise
@@ -101,7 +100,7 @@ def oracle_model(
 def our_model(oracle: nn.Module) -> Decoder:
     """This project's model of the oracle's config.json, with the oracle's tensors."""
     with torch.device("meta"):
-        model = build(parse_config(oracle.raw))
+        model = Decoder(parse_config(oracle.raw))
     state = {name.removeprefix("model."): tensor for name, tensor in oracle.state_dict().items()}
     if model.lm_head is None:
         del state["lm_head.weight"]

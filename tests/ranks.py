@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from model.decoder import Decoder
-from model.families import build
 from model.parallel import Cut, Shard, split
 from tests.calls import until
 from tests.commands import Outcome
@@ -111,7 +110,7 @@ def split_model(config: dict[str, Any]) -> Decoder:
     """This rank's part of ``random_model``."""
     model = random_model(config)
     shard = Shard(model.config, dist.get_rank(), dist.get_world_size())
-    part = build(shard.local).to(model.dtype).requires_grad_(False).eval()
+    part = Decoder(shard.local).to(model.dtype).requires_grad_(False).eval()
     part.load_state_dict(
         {name: part_of(each, shard.cut(name)) for name, each in model.named_parameters()}
     )

@@ -19,7 +19,6 @@ from app.common.parsers import DEVICE, Groups, within
 from model.config import parse_config
 from model.decoder import Decoder
 from model.errors import InputError, explaining
-from model.families import build
 from training.recipe import CURRICULA
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.checkpoint import save_model
@@ -193,7 +192,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]
             write_text(options.out / file.name, read_text(file))
     if start:
         return load_model(start, torch.float32), *rows, start
-    model = build(replace(config, vocab_size=len(tokenizer.pieces)))
+    model = Decoder(replace(config, vocab_size=len(tokenizer.pieces)))
     model.initialise(
         std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
     )

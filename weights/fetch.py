@@ -27,8 +27,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from app.common.command_line import say
 from app.common.parsers import Groups, script
 from model.config import ModelConfig
+from model.decoder import Decoder
 from model.errors import InputError, explaining
-from model.families import build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer_files import byte_level_tokenizer
 
@@ -85,7 +85,7 @@ def state_of(reader: GGUFReader, config: ModelConfig) -> dict[str, torch.Tensor]
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     with torch.device("meta"):
-        model = build(config)
+        model = Decoder(config)
     state = {}
     for name in model.state_dict():
         tensor = tensors[names.get_name(f"model.{name}", (".weight",))]

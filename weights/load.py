@@ -27,7 +27,6 @@ from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.device import multiplies_bf16
 from model.errors import InputError, explaining, one_line
-from model.families import build
 from weights.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -187,7 +186,7 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):
         slow = torch.cuda.get_device_name(device)
-        faster = "float32" if config.block == "gemma2" else "float16"
+        faster = "float32" if config.family.block == "gemma2" else "float16"
     else:
         return dtype
     remedy = f"--dtype {faster} is faster" if name in DTYPES else f"the model runs in {faster}"
@@ -214,7 +213,7 @@ def load_model(
         say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
     wanted = wanted_tensors(folder, config, stored)
     with torch.device("meta"):
-        model = build(shard.local if shard else config)
+        model = Decoder(shard.local if shard else config)
     state = {
         name: tensor.read(shard.cut(name) if shard else None).to(device, dtype)
         for name, tensor in wanted.items()
@@ -235,7 +234,7 @@ def wanted_tensors(
         " both again"
     )
     with torch.device("meta"), explaining(trouble, (RuntimeError,)):
-        model = build(config)
+        model = Decoder(config)
         others = sorted(stored.keys() - model.state_dict().keys())
         wanted = {name: tensor for name, tensor in stored.items() if name not in others}
         # raises where names or shapes are others

@@ -16,7 +16,6 @@ from rich.filesize import decimal
 from model.config import ModelConfig
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
-from model.families import build
 from model.layers import QUERIES, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.quantise import GROUP
@@ -94,7 +93,7 @@ def estimate(
 def parameter_count(config: ModelConfig) -> int:
     """Return the number of parameters of the model, a tied head counted once."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(config).parameters())
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
 
 
 def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int, positions: int = 0) -> int:

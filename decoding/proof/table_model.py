@@ -53,9 +53,9 @@ class TableModel(Steps):
         # Keys are ids. The draft's have a half added, so that the target's entries differ from
         # them.
         entries = tokens[:, None, :, None].double() + (0.0 if plan is None else 0.5)
-        for number, layer in enumerate(cache.layers):
-            if plan is None or plan.attention[number]:
-                history, _ = layer.write(start, entries, entries)
+        for layer in range(2):
+            if plan is None or plan.attention[layer]:
+                history, _ = cache.write(layer, start, entries, entries)
         ids = history.flatten().tolist()
         of_target = ids if plan is None else ids[: cache.lengths[1]]
         assert all(entry == int(entry) for entry in of_target), (

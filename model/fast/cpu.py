@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_long, c_void_p
 from functools import lru_cache, partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,8 @@ class FastDecoder(PreparedDecoder):
         self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
+        # of each cache, made once
+        self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
 
     def prepare(self, plan: LayerPlan, positions: int = 1) -> "Weights":
         """Make the low-bit copies of a plan now, and return its weights, with rotary angles for
@@ -143,14 +146,18 @@ class FastDecoder(PreparedDecoder):
         all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls]).long()
         if ((all_tokens < 0) | (all_tokens >= self.vocab_size)).any():
             raise IndexError(f"a token id is not in 0..{self.vocab_size - 1}")
-        if any(len(tokens) != len(cache.addresses) for tokens, cache, _ in calls):
+        if any(len(tokens) != len(cache.keys[0]) for tokens, cache, _ in calls):
             raise ValueError("the cache and the tokens are of different batches")
         texts: list[ctypes.Structure] = []
         for tokens, cache, start in calls:
             rows = tokens.shape[1]
             cache.claim(plan.attention_layers, start, rows)
             head_bytes = cache.keys[0].itemsize * cache.keys[0].stride(1)
-            texts += [CText(each.data_ptr(), rows, start, head_bytes) for each in cache.addresses]
+            if cache not in self.addresses:
+                self.addresses[cache] = addresses_of(cache)
+            texts += [
+                CText(each.data_ptr(), rows, start, head_bytes) for each in self.addresses[cache]
+            ]
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
         logits = torch.empty(len(all_tokens), self.vocab_size)
         array = (CText * len(texts))(*texts)
@@ -164,6 +171,19 @@ class FastDecoder(PreparedDecoder):
             importance = self.importance.get(product)
             self.copies[product, bits] = rounded(product.weight.detach(), bits, importance)
         return self.copies[product, bits]
+
+
+def addresses_of(cache: KVCache) -> Tensor:
+    """Return the addresses of each text's keys and values, int64 ``[batch, layers, 2]``."""
+    return torch.tensor(
+        [
+            [
+                [keys[text].data_ptr(), values[text].data_ptr()]
+                for keys, values in zip(cache.keys, cache.values, strict=True)
+            ]
+            for text in range(len(cache.keys[0]))
+        ]
+    )
 
 
 class Weights:
@@ -190,7 +210,7 @@ class Weights:
         )
         layers = (CLayer * config.num_layers)(
             *(
-                self.layer(block, attention, mlp, angles[rope], window, NORMS[config.block])
+                self.layer(block, attention, mlp, angles[rope], window, NORMS[config.family.block])
                 for block, attention, mlp, rope, window in parts
             )
         )
@@ -214,7 +234,7 @@ class Weights:
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap or 0,
             final_soft_cap=config.final_soft_cap or 0,
-            is_gelu=config.activation != "silu",
+            is_gelu=config.family.activation != "silu",
         )
 
     def layer(
@@ -229,7 +249,7 @@ class Weights:
         """Return the weights of a block, those of each sublayer in its number of bits."""
         sublayer = block.self_attn
         norms = {field: self.scales(block.get_submodule(name)) for field, name in names.items()}
-        if sublayer.config.head_norms:
+        if sublayer.config.family.head_norms:
             norms |= {
                 "q_norm": self.scales(sublayer.q_norm),
                 "k_norm": self.scales(sublayer.k_norm),

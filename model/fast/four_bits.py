@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model.device import multiplies_bf16
 from model.low_bits import PlannedBlocks, Product, with_parts
-from model.quantise import GROUP, Quantised
+from model.quantise import GROUP, Quantised, quantise
 
 # the last product of a sublayer, and those before it, which have the same inputs
 JOINED = {"o_proj": ("q_proj", "k_proj", "v_proj"), "down_proj": ("gate_proj", "up_proj")}
@@ -91,7 +91,7 @@ class FourBitBlocks(PlannedBlocks):
         )
         if bits not in gpu_bits(model.device, model.dtype) or not fits:
             return None
-        rounded = [self.rounded(product, bits) for product in products]
+        rounded = [quantise(each.weight, bits, model.importance.get(each)) for each in products]
         weight = Quantised(*map(torch.cat, zip(*rounded, strict=True)))
         biases = [getattr(product, "bias", None) for product in products]
         bias = None if biases[0] is None else torch.cat(biases)

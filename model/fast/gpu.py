@@ -93,8 +93,8 @@ class StaticEntries(NamedTuple):
     values: Tensor
     index: Tensor
 
-    def write(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as ``LayerCache.write``; ``start`` is ignored."""
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Do as ``KVCache.write``; ``layer`` and ``start`` are ignored."""
         self.keys.index_copy_(2, self.index, keys)
         self.values.index_copy_(2, self.index, values)
         return self.keys, self.values
@@ -129,7 +129,7 @@ def run_block(
     mlp: bool,
 ) -> Tensor:
     """Run a readable block at static positions: this is what is compiled."""
-    positions = Positions(0, *angles, attend=functools.partial(attend_statically, mask))
+    positions = Positions(0, 0, *angles, attend=functools.partial(attend_statically, mask))
     return block(x, positions, entries, attention=attention, mlp=mlp)
 
 

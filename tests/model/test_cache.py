@@ -134,6 +134,7 @@ def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
 
 
 FULL, SKIPPING = LayerPlan.full(3), LayerPlan.skipping(3, attention=[1], mlp=[])
+# the plan of a draft, the length after a rollback, start and number of the tokens after it
 REFUSED = {
     "hole": (FULL, 4, 5, 1, "layer 0: writing at 5 leaves a hole after 4 entries"),
     "hole after a rollback": (FULL, 2, 3, 1, "writing at 3 leaves a hole after 2 entries"),
@@ -144,7 +145,7 @@ REFUSED = {
         1,
         "layer 1: writing at 5 leaves a hole after 4 entries",
     ),
-    "fewer than none": (FULL, -5, 0, 1, "cannot be cut to -5 positions"),
+    "hole after fewer than none": (FULL, -5, 0, 1, "writing at 0 leaves a hole after -5 entries"),
     "beyond the capacity": (FULL, 5, 5, 2, "position 6 is outside the cache's 6 positions"),
 }
 PREPARED = {

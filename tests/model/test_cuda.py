@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from app.session import Session, load
 from decoding import race, randomness, rows, sampling, verify
 from model.config import parse_config
-from model.families import build
+from model.decoder import Decoder
 from model.fast import four_bits, gpu
 from model.plan import LayerPlan
 from model.quantise import Quantised, quantise
@@ -266,7 +266,7 @@ def compile_for(shape: str, capability: str, dtype: str) -> None:
     config = parse_config(json.loads(shapes.read_text())[shape])
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         with torch.device("cuda"):
-            model = build(config).requires_grad_(False)
+            model = Decoder(config).requires_grad_(False)
         model.planned = four_bits.FourBitBlocks(model)
         full = LayerPlan.full(model.num_layers)
         plans = full, LayerPlan.early_exit(model.num_layers, 4), full.in_bits(4)

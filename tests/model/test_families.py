@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import parse_config
-from model.families import build
+from model.decoder import Decoder
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
 from tests.configs import FAMILIES, small
@@ -88,7 +88,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
 
 @all_families
 def test_initial_weights_have_the_given_spread_and_neutral_norms(family):
-    model = build(
+    model = Decoder(
         parse_config(small(family, hidden=32, layers=2, head_dim=16, attention_bias=True))
     )
     model.initialise(std=0.1, generator=torch.Generator().manual_seed(0))

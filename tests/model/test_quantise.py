@@ -183,7 +183,9 @@ def test_low_bit_copies_are_made_once_when_a_plan_asks_for_them() -> None:
     assert sorted(bits) == [4] * 4 + [8] * 4, "four of attention; MLP and head"
 
 
-@pytest.mark.parametrize("wrong", [{"attention": (3, 0, 0)}, {"head": 0}, {"mlp": (16, 16)}])
-def test_a_plan_of_other_bits_is_refused(wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"attention": (3, 0, 0)}, {"head": 0}, {"mlp": (16, 16)}, {"window": 0}]
+)
+def test_a_plan_of_other_bits_or_no_key_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="a plan"):
         replace(LayerPlan.full(3), **wrong)

@@ -9,7 +9,7 @@ import torch
 
 from model.fast import accelerate
 from model.layers import attend_causally
-from model.plan import FULL, SINKS, LayerPlan
+from model.plan import SINKS, LayerPlan
 from tests.laws import tiny_model
 
 SIZE = 17  # positions, the last ten of which are queries
@@ -69,9 +69,7 @@ def test_the_compiled_step_reads_the_same_keys_of_a_long_text(window: int | None
     assert torch.equal(found[2], found[1])
 
 
-def test_a_plan_keeps_window_and_skipped_layers_in_other_bits_and_has_at_least_one_key() -> None:
+def test_a_plan_keeps_window_and_skipped_layers_in_other_bits() -> None:
     plan = replace(LayerPlan.early_exit(3, 2), window=5)
     assert plan.in_bits(4) == LayerPlan((4, 4, 0), (4, 4, 0), 8, 5) != plan
     assert plan.skipped_attention == plan.skipped_mlp == [2]
-    with pytest.raises(ValueError, match="at least 1 key, found 0"):
-        LayerPlan((FULL,), (FULL,), window=0)

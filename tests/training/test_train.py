@@ -17,7 +17,6 @@ from torch import Tensor
 import train
 from model.config import parse_config
 from model.decoder import Decoder
-from model.families import build
 from model.plan import LayerPlan
 from tests.calls import interrupted, recorded, status_of
 from tests.folders import GEMMA2, LLAMA, write_folder
@@ -171,7 +170,7 @@ def test_a_curriculum_turns_exits_on(curriculum: str, on: list[list[int]]) -> No
 
 
 def tiny(raw: dict[str, Any] = LLAMA) -> tuple[Decoder, Tensor]:
-    model = build(parse_config({**raw, **SHAPE})).double()
+    model = Decoder(parse_config({**raw, **SHAPE})).double()
     model.initialise(0.2, torch.Generator().manual_seed(1))
     return model, torch.randint(0, 200, (4, 9), generator=torch.Generator().manual_seed(2))
 

@@ -17,7 +17,7 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Conditions, Text
 from model.config import ModelConfig, parse_config
-from model.families import build
+from model.decoder import Decoder
 from model.fast import accelerate
 from model.plan import LOW_BITS, LayerPlan
 from tests.configs import FAMILIES
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def test_weights_and_cache_are_counted_to_the_byte(family, data, positions):
     """Those of a draft model too, which shares the workspace."""
     config = parse_config(data.draw(configs(family)))
-    model = build(config).to(data.draw(st.sampled_from([torch.bfloat16, torch.float32])))
+    model = Decoder(config).to(data.draw(st.sampled_from([torch.bfloat16, torch.float32])))
     how = {"dtype": model.dtype, "positions": positions, "prompt": 1, "longest_draft": 8}
     needed = estimate(config, **how)
     cache = model.new_cache(positions)
@@ -54,7 +54,7 @@ def decode(
 ) -> None:
     """Make a model, prefill and decode to the end, ``gamma`` tokens drafted a round."""
     with torch.device("meta"):
-        model = build(config)
+        model = Decoder(config)
     model = model.to(dtype).to_empty(device=CPU)
     for parameter in model.parameters():
         parameter.fill_(0.01)
@@ -106,7 +106,7 @@ def test_the_estimate_of_low_bit_copies_is_within_a_tenth_of_their_bytes(
     bits: int,
 ) -> None:
     config = parse_config(SHAPES["gemma-2"])
-    model = accelerate(build(config).bfloat16())
+    model = accelerate(Decoder(config).bfloat16())
     if bits not in model.abilities.low_bits:
         pytest.skip("no low bits here: there is no C compiler")
     plan = LayerPlan.full(config.num_layers).in_bits(bits, head=bits)
