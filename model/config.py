@@ -301,7 +301,10 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any]) -> Rope:
         name: read(name, float, default or extension)
         for name, default in ROPE_FACTORS[kind].items()
     }
+    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
+        raise InputError("config.json: high_freq_factor must be above low_freq_factor")
     if kind == "yarn":
+        _one_of("truncate", read("truncate", bool, True), [True])
         factors["attention_factor"] = _attention_factor_of_yarn(read, factors["factor"])
     return Rope(read("rope_theta", float, 1e4), kind, original, **factors)
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from model.config import FAMILIES, Rope, parse_config
+from tests.configs import LLAMA3_ROPE
 from tests.refusal import refusal
 
 LLAMA = {
@@ -194,6 +195,14 @@ REFUSED = [
     (GEMMA3 | {"rope_scaling": [8]}, "rope_scaling must be null or one object, found"),
     (GEMMA3 | {"rope_local_base_freq": 0}, "rope_local_base_freq must be a number above 0"),
     (GEMMA3 | {"rope_theta": 0}, "rope_theta must be a number above 0"),
+    (
+        LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
+        "truncate False is not supported",
+    ),
+    (
+        LLAMA | {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+        "high_freq_factor must be above low_freq_factor",
+    ),
     (
         LLAMA | {"quantization_config": {"quant_method": "gptq"}},
         "is quantised: use the original one",
