@@ -28,7 +28,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.common.command_line import say
 from app.drafts import KINDS
 from app.options import SHORT_TEXT
-from app.server.answers import Answer
 from app.server.requests import ChatBody, CompletionBody, complaint, sample_of
 from app.server.worker import POLL, Job, Worker
 from app.session import Session
@@ -78,7 +77,7 @@ async def respond(
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
     sample = await asyncio.to_thread(sample_of, worker.session, body)
-    job = Job(Answer(body, sample, worker.session))
+    job = Job(body, sample, asyncio.current_task())
     worker.enqueue(job)
     while job.replies.empty():
         if await request.is_disconnected():
@@ -98,11 +97,8 @@ async def respond(
 async def events(job: Job, reply: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: this ``reply`` of a job, then those that follow."""
     while reply is not None:
-        yield (
-            refusal(None, reply).body.decode()
-            if isinstance(reply, Exception)
-            else json.dumps(reply)
-        )
+        failed = isinstance(reply, Exception)
+        yield refusal(None, reply).body.decode() if failed else json.dumps(reply)
         reply = await job.replies.get()
     yield "[DONE]"
 

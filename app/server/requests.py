@@ -6,7 +6,7 @@ written.
 """
 
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -222,9 +222,8 @@ class ChatBody(TextBody):
 
 def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
     """Return the text of a request, with its prompt only. Raises InputError."""
-    options = session.options.merged(body.options())
-    if not body.is_chat:
-        options = replace(options, chat=False, system=None, chat_template_kwargs=None)
+    as_it_is = {"chat": False, "system": None, "chat_template_kwargs": None}
+    options = session.options.merged(body.options() | ({} if body.is_chat else as_it_is))
     sample = session.begin(session.encode(body.prompt, options), options)
     sample.continues = body.is_chat
     return sample
