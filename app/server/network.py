@@ -47,7 +47,7 @@ LOG = {  # a line on standard error for each request
 }
 
 
-def refusal(request: Request | None, error: Exception) -> JSONResponse:
+def refusal(error: Exception) -> JSONResponse:
     """Return the response to an error, as in OpenAI's API: ``param`` is the field at fault.
 
     A failure of the server, or of a user's code, is printed; the client is told no details.
@@ -98,7 +98,7 @@ async def events(job: Job, reply: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: this ``reply`` of a job, then those that follow."""
     while reply is not None:
         failed = isinstance(reply, Exception)
-        yield refusal(None, reply).body.decode() if failed else json.dumps(reply)
+        yield refusal(reply).body.decode() if failed else json.dumps(reply)
         reply = await job.replies.get()
     yield "[DONE]"
 
@@ -150,8 +150,8 @@ def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
         headers = Request(scope).headers
         host = headers.get("host", "")
         is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
-        is_allowed = ours.fullmatch(host) and is_own_page
-        await (app if is_allowed else refusal(None, refused))(scope, receive, send)
+        answer = app if ours.fullmatch(host) and is_own_page else refusal(refused)
+        await answer(scope, receive, send)
 
     return guard
 
@@ -174,10 +174,10 @@ def make_app(worker: Worker) -> Starlette:
             Route("/v1/completions", partial(respond, worker, CompletionBody), methods=["POST"]),
         ],
         exception_handlers={
-            InputError: refusal,
-            ValidationError: refusal,
-            HTTPException: refusal,
-            Exception: refusal,
+            **dict.fromkeys(
+                (InputError, ValidationError, HTTPException, Exception),
+                lambda request, error: refusal(error),
+            ),
             ClientDisconnect: lambda request, error: Response(status_code=400),
         },
     )

@@ -161,7 +161,10 @@ def only_prompt(prompt: Any) -> str | list[int]:
     raise ValueError("give one text that is not empty, or one list of token ids")
 
 
-class TextBody(create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))):
+PlainOptions = create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))
+
+
+class TextBody(PlainOptions):
     """Fields of every request for a text.
 
     A ``draft`` is never a file of code. With ``trace`` a stream tells the verdicts of each round.
