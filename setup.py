@@ -40,13 +40,6 @@ class BuildBelowPackage(build_py):
         self.build_lib = str(Path(self.build_lib, PACKAGE))
         super().run()
 
-    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        return [
-            each
-            for each in super().find_package_modules(package, package_dir)
-            if each[1] != "gpu_report"  # it runs the tests, which are not installed
-        ]
-
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
         path, copied = super().build_module(NAMED.get(module, module), module_file, package)
         names = {each.partition(".")[0] for each in (*self.packages, *self.py_modules)}
