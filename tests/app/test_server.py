@@ -48,8 +48,8 @@ QUEUE = 16
 OF_TEXTS = ["--draft", "exit", "--max-new-tokens", "16", "--stop", "zz"]
 OF_CHATS = ["--system", "hm", "--chat-template-kwargs", '{"tone": "mild"}']
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
-# q would end the text
-ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"}
+# q would end the text, and so would the server's own stop string, which a random text may have
+ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q", "stop": []}
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
