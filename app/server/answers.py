@@ -108,6 +108,7 @@ class Logprobs:
         """
         del self.entries[len(self.text.generated) :]
         new = self.text.generated[len(self.entries) :]
+        # Rows beyond the new tokens are those of rejected ones, or of a text that has ended.
         for row, token in zip(logits.double().log_softmax(-1), new, strict=False):
             ids = [token, *row.topk(self.likeliest).indices.tolist()]
             self.entries.append([self._entry(each, row[each].item()) for each in ids])
@@ -133,7 +134,6 @@ class Logprobs:
         entries = self.entries[new]
         if is_chat:
             return {"content": [own | {"top_logprobs": top} for own, *top in entries]}
-        output = self.text.data[begins[0] :]
         return {
             "tokens": [own["token"] for own, *_ in entries],
             "token_logprobs": [own["logprob"] for own, *_ in entries],
@@ -141,6 +141,7 @@ class Logprobs:
                 {each["token"]: each["logprob"] for each in top} for _, *top in entries
             ],
             "text_offset": [
-                len(output[: begin - begins[0]].decode(errors="replace")) for begin in begins[new]
+                len(self.text.data[begins[0] : begin].decode(errors="replace"))
+                for begin in begins[new]
             ],
         }

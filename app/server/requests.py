@@ -235,7 +235,8 @@ def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
 def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
     """Return what a client is told of an error in its request, and the field at fault, if known.
 
-    Errors of the command line name ``--exit-layer``: a request spells that ``exit_layer``.
+    Errors of the command line name ``--exit-layer``, or ``top-p`` where that is the field: a
+    request spells them ``exit_layer`` and ``top_p``.
     """
     if isinstance(error, InputError):
         option = error.field or ""
