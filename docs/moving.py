@@ -50,8 +50,8 @@ def picture(samples: list[Sample], labels: Labels) -> str:
     period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
     lanes = ""
     top = 62
-    for name, sample in (("plain", plain), ("drafts", drafted)):
-        said = escape(f"{sample.draft}, {sample.speed:.0f} tokens/s")
+    for name, label, sample in (("plain", "", plain), ("drafts", "drafts: ", drafted)):
+        said = escape(f"{label}{sample.draft}, {sample.speed:.0f} tokens/s")
         pieces, lines = drawn(sample, labels, plain.seconds / len(plain.rounds), period)
         lanes += (
             f'<g class="{name}" transform="translate({MARGIN} {top})">'

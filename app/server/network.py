@@ -159,13 +159,13 @@ def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
 def make_app(worker: Worker) -> Starlette:
     """Return the routes."""
     session = worker.session
-    model = model_named(session, session.name)
+    models = {"object": "list", "data": [model_named(session, session.name)]}
     return Starlette(
         routes=[
             Route("/", partial(live_page, session)),
             Route("/health", lambda request: JSONResponse({"status": "ok"})),
             Route("/favicon.ico", lambda request: Response(status_code=204)),
-            Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [model]})),
+            Route("/v1/models", lambda request: JSONResponse(models)),
             Route(
                 "/v1/models/{name:path}",
                 lambda request: JSONResponse(model_named(session, request.path_params["name"])),

@@ -63,8 +63,10 @@ class Worker:
         session.options = replace(session.options, context=session.capacity())
         session.warm_up([0, 0])  # so that no client waits for low-bit copies or a compiler
         self.session = session
-        slots = session.slots_for(TEXTS, session.context)
-        self.free = [session.new_slot(session.context) for _ in range(slots)]
+        self.free = [
+            session.new_slot(session.context)
+            for _ in range(session.slots_for(TEXTS, session.context))
+        ]
         self.places = len(self.free) + session.options.queue
         self.passage = 5.0  # seconds from the arrival of the last text to its end: a guess at first
         self.together = Together(session.model)
