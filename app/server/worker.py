@@ -68,18 +68,18 @@ class Worker:
             for _ in range(session.slots_for(TEXTS, session.context))
         ]
         self.places = len(self.free) + session.options.queue
-        self.passage = 5.0  # seconds from the arrival of the last text to its end: a guess at first
+        self.passage = 15.0  # seconds from arrival to end of the last text: a guess at first
         self.together = Together(session.model)
         self.jobs: list[Job] = []  # that wait or are written, in order of arrival
 
     def enqueue(self, job: Job) -> None:
         """Queue a job, in the network's thread. Raises HTTPException where the queue is full.
 
-        The client is told to come back when all texts ahead are likely to be written or later, so
-        that clients who are refused together do not return together.
+        The client is told to come back when all texts ahead are likely to be written, or up to
+        three times as late: clients who are refused together are not to return together.
         """
-        if sum(not each.is_abandoned for each in [*self.jobs]) == self.places:
-            wait = min(self.passage, LONGEST_RETRY / 2) * random.uniform(1, 2)
+        if sum(not each.is_abandoned for each in [*self.jobs]) >= self.places:
+            wait = min(self.passage, LONGEST_RETRY / 3) * random.uniform(1, 3)
             retry = {"Retry-After": str(ceil(wait))}
             raise HTTPException(429, "the queue is full: try again", retry)
         self.jobs.append(job)
