@@ -22,8 +22,10 @@ def as_installed(source: str, names: Iterable[str]) -> str:
     """
     ours = "|".join(names)
     changes = {
+        # imports; the second is of a module that has another name there
         rf"^( *)from (?=({ours})\b[\w.]* import )": rf"\1from {PACKAGE}.",
         rf"\bfrom {PACKAGE}\.generate import ": f"from {PACKAGE}.__main__ import ",
+        # commands
         rf"\bpython -m (?=({ours})\b)": f"python -m {PACKAGE}.",
         r"(python )?\btrain\.py\b": f"python -m {PACKAGE}.train",
         r"(python )?\bgenerate\.py\b": PACKAGE,
