@@ -22,8 +22,10 @@ def as_installed(source: str, names: Iterable[str]) -> str:
     """
     ours = "|".join(names)
     changes = {
+        # imports; the second is of a module that has another name there
         rf"^( *)from (?=({ours})\b[\w.]* import )": rf"\1from {PACKAGE}.",
         rf"\bfrom {PACKAGE}\.generate import ": f"from {PACKAGE}.__main__ import ",
+        # commands
         rf"\bpython -m (?=({ours})\b)": f"python -m {PACKAGE}.",
         r"(python )?\btrain\.py\b": f"python -m {PACKAGE}.train",
         r"(python )?\bgenerate\.py\b": PACKAGE,
@@ -39,13 +41,6 @@ class BuildBelowPackage(build_py):
     def run(self) -> None:
         self.build_lib = str(Path(self.build_lib, PACKAGE))
         super().run()
-
-    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        return [
-            each
-            for each in super().find_package_modules(package, package_dir)
-            if each[1] != "gpu_report"  # it runs the tests, which are not installed
-        ]
 
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
         path, copied = super().build_module(NAMED.get(module, module), module_file, package)

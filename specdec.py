@@ -3,8 +3,6 @@
 An installation has the whole project below this name (``setup.py``).
 """
 
-import sys
-
 NAMES = ("InputError", "Sample", "Session", "generate", "load")
 
 
@@ -33,7 +31,3 @@ def main() -> int:
     from generate import main
 
     return main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

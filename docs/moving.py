@@ -11,11 +11,9 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import sys
-from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from app.characters import Labels, visible
 from app.common.files import write_text
@@ -34,93 +32,81 @@ PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
 STYLE = """
 svg { --card: #fff; --ink: #22242a; --muted: #656a75; --drafted: #a86200; --accepted: #15803d;
-  --rejected: #c8281e; --own: #1f4fc4 }
+  --own: #1f4fc4 }
 @media (prefers-color-scheme: dark) { svg { --card: #15171b; --ink: #e6e8ec; --muted: #9ba2ae;
-  --drafted: #f0b04c; --accepted: #58d17c; --rejected: #ff7b70; --own: #8fb2ff } }
+  --drafted: #f0b04c; --accepted: #58d17c; --own: #8fb2ff } }
 rect { fill: var(--card) }
 text { font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: var(--ink) }
 .muted { fill: var(--muted) } .drafted { fill: var(--drafted) } .accepted { fill: var(--accepted) }
-.rejected { fill: var(--rejected) } .own { fill: var(--own) } .plain .own { fill: var(--ink) }
-g text { animation-timing-function: step-end; animation-iteration-count: infinite }
+.own { fill: var(--own) } .plain .own { fill: var(--ink) }
+g text { animation: var(--period) step-end infinite }
 @media (prefers-reduced-motion: reduce) { g text { animation: none !important } }
 """
 
 
-class Piece(NamedTuple):
-    """Text of a token and its kind, line and column, the seconds of decoding at which it appears,
-    and those at which it disappears, if it does.
+def picture(samples: list[Sample], labels: Labels) -> str:
+    """Return the picture of a plain text and a drafted one."""
+    plain, drafted = samples
+    period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
+    lanes = ""
+    top = 62
+    for name, label, sample in (("plain", "", plain), ("drafts", "drafts: ", drafted)):
+        said = escape(f"{label}{sample.draft}, {sample.speed:.0f} tokens/s")
+        pieces, lines = drawn(sample, labels, plain.seconds / len(plain.rounds), period)
+        lanes += (
+            f'<g class="{name}" transform="translate({MARGIN} {top})">'
+            f'<text class="muted">{said}</text>{pieces}</g>'
+        )
+        top += LINE * (1 + lines) + 14
+    title = escape(f"{MODEL}: {PROMPT} {drafted.speed / plain.speed:.2f} times plain decoding")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{top}"'
+        f' style="--period: {period:.2f}s"><title>{title}</title><style>{STYLE}</style>'
+        f'<rect width="100%" height="100%" rx="8"/><text x="{MARGIN}" y="30">{title}</text>'
+        f"{lanes}</svg>\n"
+    )
+
+
+def drawn(sample: Sample, labels: Labels, step: float, period: float) -> tuple[str, int]:
+    """Return the pieces of a text, and the number of its lines.
+
+    Drafted tokens appear one by one where they would stand, before the ``step`` of the
+    verification, and are judged at the end of their round. ``step`` and ``period`` are in seconds.
     """
-
-    text: str
-    kind: str
-    line: int
-    column: int
-    appears: float
-    disappears: float | None = None
-
-
-def pieces(sample: Sample, labels: Labels, step: float) -> Iterator[Piece]:
-    """Yield the pieces of a text. Drafted tokens appear one by one where they would stand, before
-    the ``step`` of the verification, and are judged at the end of their round.
-    """
-    kept = 0, 0  # line and column after the text
+    pieces = ""
+    kept = 0  # the place after the text: a number of characters, of which a line has ``COLUMNS``
     for (_, began), (round, ended) in pairwise([(None, 0.0), *sample.timeline]):
         drafting = max(ended - began - step, 0.2 * (ended - began))
+        judged = (PAUSE + SLOWER * ended) / period
         after = kept
         for number, (token, verdict) in enumerate(round.verdicts(), start=1):
             text = visible(labels.spelled([token]).decode(errors="replace"))
-            line, column = kept if verdict == "own" else after
-            line, column = (line, column) if column + len(text) <= COLUMNS else (line + 1, 0)
-            after = (line + 1, 0) if "↵" in text else (line, column + len(text))
+            place = kept if verdict == "own" else after
+            rest = COLUMNS - place % COLUMNS
+            place += rest if len(text) > rest else 0  # the next line
+            after = place + len(text)
             if verdict != "own":
-                appears = began + drafting * number / len(round.drafted)
-                yield Piece(text, "drafted", line, column, appears, ended)
+                drafted = began + drafting * number / len(round.drafted)
+                appears = (PAUSE + SLOWER * drafted) / period
+                pieces += piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
             if verdict in ("accepted", "own"):
-                yield Piece(text, verdict, line, column, ended)
+                pieces += piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
                 kept = after
+    return pieces, 1 + kept // COLUMNS
 
 
-def element(name: str, piece: Piece, top: float, period: float) -> str:
-    """Return a piece of a text at height ``top`` with its animation, of a ``period`` in seconds.
-
-    The period begins with the finished text, which is then taken away.
+def piece(text: str, kind: str, place: int, opacities: dict[float, int]) -> str:
+    """Return a piece of a text. It has each of the ``opacities`` from that share of the period
+    on.
     """
-    stays = int(piece.disappears is None)
-    moments = [
-        PAUSE + SLOWER * each for each in (piece.appears, piece.disappears) if each is not None
-    ]
-    frames = zip([0, PAUSE, *moments], (stays, 0, 1, 0), strict=False)
-    shown = "".join(f"{100 * at / period:.2f}%{{opacity:{alpha}}}" for at, alpha in frames)
+    line, column = divmod(place, COLUMNS)
+    name = "-".join(["at", *(f"{100_000 * share:.0f}" for share in opacities)])
+    frames = (f"{share:.2%}{{opacity:{value}}}" for share, value in opacities.items())
     return (
-        f"<style>@keyframes {name}{{{shown}}}</style>"
-        f'<text class="{piece.kind}" x="{MARGIN + CHARACTER * piece.column:.0f}"'
-        f' y="{top + LINE * (1 + piece.line)}"'
-        f' opacity="{stays}" style="animation-name:{name};animation-duration:{period:.2f}s"'
-        f' xml:space="preserve">{escape(piece.text)}</text>'
-    )
-
-
-def picture(samples: list[Sample], labels: Labels) -> str:
-    """Return the picture of a plain text and a drafted one."""
-    period = 2 * PAUSE + SLOWER * max(sample.seconds for sample in samples)
-    lanes = ""
-    top = 62
-    for name, sample in zip(("plain", "drafts"), samples, strict=True):
-        said = f"{name}: {sample.draft}, {sample.speed:.0f} tokens/s".removeprefix("plain: ")
-        lane = [*pieces(sample, labels, samples[0].seconds / len(samples[0].rounds))]
-        drawn = (element(f"{name}-{at}", each, top, period) for at, each in enumerate(lane))
-        lanes += (
-            f'<text class="muted" x="{MARGIN}" y="{top}">{escape(said)}</text>'
-            f'<g class="{name}">{"".join(drawn)}</g>'
-        )
-        top += LINE * (2 + max(piece.line for piece in lane)) + 14
-    title = escape(
-        f"{MODEL}: {PROMPT} {samples[1].speed / samples[0].speed:.2f} times plain decoding"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{top}">'
-        f'<title>{title}</title><style>{STYLE}</style><rect width="100%" height="100%" rx="8"/>'
-        f'<text x="{MARGIN}" y="30">{title}</text>{lanes}</svg>\n'
+        f"<style>@keyframes {name}{{{''.join(frames)}}}</style>"
+        f'<text class="{kind}" x="{CHARACTER * column:.0f}" y="{LINE * (1 + line)}"'
+        f' opacity="{opacities[0]}" style="animation-name:{name}" xml:space="preserve">'
+        f"{escape(text)}</text>"
     )
 
 

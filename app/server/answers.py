@@ -6,7 +6,7 @@ Knows nothing of queues and sockets, nor of how texts are drafted.
 import secrets
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -18,77 +18,73 @@ from app.server.requests import ChatBody, CompletionBody
 from app.session import Session
 from decoding.drafters import Draft
 from decoding.rounds import Round
+from decoding.speculate import Observer
 from decoding.text import Text
 
 
-class Answer:
-    """Replies that tell a client its text: one when it is written or, in a stream, one after each
-    round, with the characters that will stay.
+def replies(
+    body: CompletionBody | ChatBody,
+    sample: Sample,
+    session: Session,
+    rounds: Callable[[Observer | None], Iterator[Round]],
+) -> Iterator[dict[str, Any]]:
+    """Yield the replies to a request while its text is written by ``rounds``, which take an
+    observer: one reply at the end or, in a stream, one after each round, with the characters that
+    will stay. There is none before the first round, which may fail.
     """
+    kind = "chat.completion" if body.is_chat else "text_completion"
+    head = {
+        "id": f"{'chatcmpl' if body.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "object": f"{kind}.chunk" if body.is_chat and body.stream else kind,
+        "created": int(time.time()),
+        "model": session.name,
+    }
+    role = {"role": "assistant"}
+    stream = TextStream(sample.source)
+    logprobs = None
+    if body.likeliest is not None:
+        logprobs = Logprobs(sample.source, session.labels, body.likeliest)
 
-    def __init__(self, body: CompletionBody | ChatBody, sample: Sample, session: Session) -> None:
-        self.body = body
-        self.sample = sample
-        self.labels = session.labels
-        kind = "chat.completion" if body.is_chat else "text_completion"
-        self.head = {
-            "id": f"{'chatcmpl' if body.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if body.is_chat and body.stream else kind,
-            "created": int(time.time()),
-            "model": session.name,
-        }
-        self.role = {"role": "assistant"}
-        self.stream = TextStream(sample.source)
-        self.logprobs = (
-            None
-            if body.likeliest is None
-            else Logprobs(sample.source, session.labels, body.likeliest)
-        )
+    def reply(text: str, **more: Any) -> dict[str, Any]:
+        """Return a reply with this part of the text and the log probabilities of its tokens."""
+        key = "delta" if body.stream else "message"
+        shown = {key: {**role, "content": text}} if body.is_chat else {"text": text}
+        role.clear()  # the first reply alone has it
+        told = logprobs and logprobs.pull(stream.shown, body.is_chat)
+        choice = {"index": 0, **shown, "logprobs": told, "finish_reason": None, **more}
+        return {**head, "choices": [choice]}
 
-    def replies(self, rounds: Iterable[Round]) -> Iterator[dict[str, Any]]:
-        """Yield the replies while the ``rounds`` write the text: none before the first round, which
-        may fail.
-        """
-        body = self.body
-        for round in rounds:
-            piece = self.stream.pull()
-            if body.stream and (piece or body.trace):
-                trace = {"trace": self._trace(round)} if body.trace else {}
-                yield self._reply(piece, **trace)
-        usage = {
-            "prompt_tokens": self.sample.prompt_tokens,
-            "completion_tokens": len(self.sample.tokens),
-            "total_tokens": len(self.sample.source),
-            "speculation": as_json(self.sample),
-        }
-        finish = "length" if self.sample.finish == "length" else "stop"
-        last = self._reply("" if body.stream else self.sample.text, finish_reason=finish)
-        yield last if body.stream else last | {"usage": usage}
-        if body.stream and body.stream_options.get("include_usage"):
-            yield {**self.head, "choices": [], "usage": usage}
+    for round in rounds(logprobs and logprobs.see):
+        piece = stream.pull()
+        if body.stream and (piece or body.trace):
+            trace = {"trace": trace_of(round, sample, session.labels)} if body.trace else {}
+            yield reply(piece, **trace)
+    finish = "length" if sample.finish == "length" else "stop"
+    usage = {
+        "prompt_tokens": sample.prompt_tokens,
+        "completion_tokens": len(sample.tokens),
+        "total_tokens": len(sample.source),
+        "speculation": as_json(sample),
+    }
+    if body.stream:
+        yield reply("", finish_reason=finish)
+        if body.stream_options.get("include_usage"):
+            yield {**head, "choices": [], "usage": usage}
+    else:
+        yield {**reply(sample.text, finish_reason=finish), "usage": usage}
 
-    def _reply(self, text: str, **more: Any) -> dict[str, Any]:
-        """Return a reply with this part of the text and the log probabilities of its tokens. The
-        first one of a chat has the role.
-        """
-        key = "delta" if self.body.stream else "message"
-        shown = {key: {**self.role, "content": text}} if self.body.is_chat else {"text": text}
-        self.role = {}
-        logprobs = self.logprobs and self.logprobs.pull(self.stream.shown, self.body.is_chat)
-        choice = {"index": 0, **shown, "logprobs": logprobs, "finish_reason": None, **more}
-        return {**self.head, "choices": [choice]}
 
-    def _trace(self, round: Round) -> dict[str, Any]:
-        """Return a round as the live page shows it, with the statistics so far."""
-        return {
-            **as_json(self.sample),
-            "tokens": [
-                {"id": token, "text": self.labels(token), "verdict": verdict}
-                for token, verdict in round.verdicts()
-            ],
-            "retracted": len(round.retracted),
-            "draft": self.sample.draft,
-        }
+def trace_of(round: Round, sample: Sample, labels: Labels) -> dict[str, Any]:
+    """Return a round as the live page shows it, with the statistics so far."""
+    return {
+        **as_json(sample),
+        "tokens": [
+            {"id": token, "text": labels(token), "verdict": verdict}
+            for token, verdict in round.verdicts()
+        ],
+        "retracted": len(round.retracted),
+        "draft": sample.draft,
+    }
 
 
 class Logprobs:
@@ -112,6 +108,7 @@ class Logprobs:
         """
         del self.entries[len(self.text.generated) :]
         new = self.text.generated[len(self.entries) :]
+        # Rows beyond the new tokens are those of rejected ones, or of a text that has ended.
         for row, token in zip(logits.double().log_softmax(-1), new, strict=False):
             ids = [token, *row.topk(self.likeliest).indices.tolist()]
             self.entries.append([self._entry(each, row[each].item()) for each in ids])
@@ -137,7 +134,6 @@ class Logprobs:
         entries = self.entries[new]
         if is_chat:
             return {"content": [own | {"top_logprobs": top} for own, *top in entries]}
-        output = self.text.data[begins[0] :]
         return {
             "tokens": [own["token"] for own, *_ in entries],
             "token_logprobs": [own["logprob"] for own, *_ in entries],
@@ -145,6 +141,7 @@ class Logprobs:
                 {each["token"]: each["logprob"] for each in top} for _, *top in entries
             ],
             "text_offset": [
-                len(output[: begin - begins[0]].decode(errors="replace")) for begin in begins[new]
+                len(self.text.data[begins[0] : begin].decode(errors="replace"))
+                for begin in begins[new]
             ],
         }

@@ -28,7 +28,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.common.command_line import say
 from app.drafts import KINDS
 from app.options import SHORT_TEXT
-from app.server.answers import Answer
 from app.server.requests import ChatBody, CompletionBody, complaint, sample_of
 from app.server.worker import POLL, Job, Worker
 from app.session import Session
@@ -48,7 +47,7 @@ LOG = {  # a line on standard error for each request
 }
 
 
-def refusal(request: Request | None, error: Exception) -> JSONResponse:
+def refusal(error: Exception) -> JSONResponse:
     """Return the response to an error, as in OpenAI's API: ``param`` is the field at fault.
 
     A failure of the server, or of a user's code, is printed; the client is told no details.
@@ -78,7 +77,7 @@ async def respond(
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.
     sample = await asyncio.to_thread(sample_of, worker.session, body)
-    job = Job(Answer(body, sample, worker.session))
+    job = Job(body, sample, asyncio.current_task())
     worker.enqueue(job)
     while job.replies.empty():
         if await request.is_disconnected():
@@ -98,11 +97,8 @@ async def respond(
 async def events(job: Job, reply: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: this ``reply`` of a job, then those that follow."""
     while reply is not None:
-        yield (
-            refusal(None, reply).body.decode()
-            if isinstance(reply, Exception)
-            else json.dumps(reply)
-        )
+        failed = isinstance(reply, Exception)
+        yield refusal(reply).body.decode() if failed else json.dumps(reply)
         reply = await job.replies.get()
     yield "[DONE]"
 
@@ -154,8 +150,8 @@ def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
         headers = Request(scope).headers
         host = headers.get("host", "")
         is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
-        is_allowed = ours.fullmatch(host) and is_own_page
-        await (app if is_allowed else refusal(None, refused))(scope, receive, send)
+        answer = app if ours.fullmatch(host) and is_own_page else refusal(refused)
+        await answer(scope, receive, send)
 
     return guard
 
@@ -163,13 +159,13 @@ def guarded(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
 def make_app(worker: Worker) -> Starlette:
     """Return the routes."""
     session = worker.session
-    model = model_named(session, session.name)
+    models = {"object": "list", "data": [model_named(session, session.name)]}
     return Starlette(
         routes=[
             Route("/", partial(live_page, session)),
             Route("/health", lambda request: JSONResponse({"status": "ok"})),
             Route("/favicon.ico", lambda request: Response(status_code=204)),
-            Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [model]})),
+            Route("/v1/models", lambda request: JSONResponse(models)),
             Route(
                 "/v1/models/{name:path}",
                 lambda request: JSONResponse(model_named(session, request.path_params["name"])),
@@ -178,10 +174,10 @@ def make_app(worker: Worker) -> Starlette:
             Route("/v1/completions", partial(respond, worker, CompletionBody), methods=["POST"]),
         ],
         exception_handlers={
-            InputError: refusal,
-            ValidationError: refusal,
-            HTTPException: refusal,
-            Exception: refusal,
+            **dict.fromkeys(
+                (InputError, ValidationError, HTTPException, Exception),
+                lambda request, error: refusal(error),
+            ),
             ClientDisconnect: lambda request, error: Response(status_code=400),
         },
     )

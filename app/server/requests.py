@@ -6,7 +6,7 @@ written.
 """
 
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -161,7 +161,10 @@ def only_prompt(prompt: Any) -> str | list[int]:
     raise ValueError("give one text that is not empty, or one list of token ids")
 
 
-class TextBody(create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))):
+PlainOptions = create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))
+
+
+class TextBody(PlainOptions):
     """Fields of every request for a text.
 
     A ``draft`` is never a file of code. With ``trace`` a stream tells the verdicts of each round.
@@ -222,9 +225,8 @@ class ChatBody(TextBody):
 
 def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
     """Return the text of a request, with its prompt only. Raises InputError."""
-    options = session.options.merged(body.options())
-    if not body.is_chat:
-        options = replace(options, chat=False, system=None, chat_template_kwargs=None)
+    as_it_is = {"chat": False, "system": None, "chat_template_kwargs": None}
+    options = session.options.merged(body.options() | ({} if body.is_chat else as_it_is))
     sample = session.begin(session.encode(body.prompt, options), options)
     sample.continues = body.is_chat
     return sample
@@ -233,7 +235,8 @@ def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
 def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
     """Return what a client is told of an error in its request, and the field at fault, if known.
 
-    Errors of the command line name ``--exit-layer``: a request spells that ``exit_layer``.
+    Errors of the command line name ``--exit-layer``, or ``top-p`` where that is the field: a
+    request spells them ``exit_layer`` and ``top_p``.
     """
     if isinstance(error, InputError):
         option = error.field or ""

@@ -5,18 +5,21 @@ and of how texts are drafted.
 """
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil, inf
+from math import ceil
 from typing import Any
 
 from greenlet import greenlet
 from starlette.exceptions import HTTPException
 
-from app.server.answers import Answer
+from app.sample import Sample
+from app.server.answers import replies
+from app.server.requests import ChatBody, CompletionBody
 from app.session import Session
 from decoding.text import common_prefix
 from decoding.together import Together
@@ -26,17 +29,18 @@ LONGEST_RETRY = 60  # seconds: clients ignore a longer wish
 POLL = 0.02  # seconds between polls of the queue, and of a client's connection
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """A request in the queue, with the replies to its client. Unread replies wait in memory: a text
-    is bounded, so are they.
+    """A request in the queue with its text, and the replies to its client. Unread replies wait in
+    memory: a text is bounded, so are they.
     """
 
-    answer: Answer
+    body: CompletionBody | ChatBody
+    sample: Sample
+    task: asyncio.Task[None]  # of the request
     replies: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] = field(default_factory=asyncio.current_task)
+    arrived: float = field(default_factory=time.monotonic)
     writing: greenlet | None = None
-    began: float = inf  # when its text was begun; inf: it waits
 
     @property
     def is_abandoned(self) -> bool:
@@ -59,31 +63,26 @@ class Worker:
         session.options = replace(session.options, context=session.capacity())
         session.warm_up([0, 0])  # so that no client waits for low-bit copies or a compiler
         self.session = session
-        self.slots = session.slots_for(TEXTS, session.context)
-        self.free = [session.new_slot(session.context) for _ in range(self.slots)]
-        self.places = self.slots + session.options.queue
-        self.pace = 5.0  # seconds that the last text took: a guess at first
-        self.last_return = 0.0  # when the client that was refused last is to come back
+        self.free = [
+            session.new_slot(session.context)
+            for _ in range(session.slots_for(TEXTS, session.context))
+        ]
+        self.places = len(self.free) + session.options.queue
+        self.passage = 15.0  # seconds from arrival to end of the last text: a guess at first
         self.together = Together(session.model)
         self.jobs: list[Job] = []  # that wait or are written, in order of arrival
 
     def enqueue(self, job: Job) -> None:
         """Queue a job, in the network's thread. Raises HTTPException where the queue is full.
 
-        The client is told to come back when the texts ahead are likely to be written. Each later
-        one is told a later time, so that clients who are refused together do not return together.
+        The client is told to come back when all texts ahead are likely to be written, or up to
+        three times as late: clients who are refused together are not to return together.
         """
-        jobs = [each for each in [*self.jobs] if not each.is_abandoned]
-        if len(jobs) < self.places:
-            self.jobs.append(job)
-            return
-        now = time.monotonic()
-        pace = max(self.pace, now - jobs[0].began)
-        # Times are whole seconds: in each, as many clients come back as the queue has places.
-        turn = max(pace / self.slots, 1 / self.places)
-        wait = min(LONGEST_RETRY, max(len(jobs) * turn, self.last_return - now) + turn)
-        self.last_return = now + wait
-        raise HTTPException(429, "the queue is full: try again", {"Retry-After": str(ceil(wait))})
+        if sum(not each.is_abandoned for each in [*self.jobs]) >= self.places:
+            wait = min(self.passage, LONGEST_RETRY / 3) * random.uniform(1, 3)
+            retry = {"Retry-After": str(ceil(wait))}
+            raise HTTPException(429, "the queue is full: try again", retry)
+        self.jobs.append(job)
 
     def work(self, stopped: Callable[[], bool]) -> None:
         """Write the texts of all jobs until ``stopped``, which ends them with an error."""
@@ -101,8 +100,7 @@ class Worker:
 
     def write(self, job: Job) -> None:
         """Write the text of a job, in a greenlet. An error ends it alone."""
-        answer = job.answer
-        prompt = answer.sample.source.tokens
+        prompt = job.sample.source.tokens
         # The cache that keeps the most entries less those that it loses: a conversation goes on
         # where its own is, and one that merely begins alike leaves it alone. Where each would lose
         # more than it keeps, the one that has been free the longest.
@@ -111,16 +109,14 @@ class Worker:
             key=lambda slot: max(0, 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)),
         )
         self.free.remove(slot)
-        job.began = time.monotonic()
+        rounds = partial(self.session.rounds, job.sample, slot, self.together)
         try:
-            see = answer.logprobs and answer.logprobs.see
-            rounds = self.session.rounds(answer.sample, slot, self.together, see)
-            for reply in answer.replies(rounds):
+            for reply in replies(job.body, job.sample, self.session, rounds):
                 job.send(reply)
         except Exception as error:
             job.send(error)
         else:
-            self.pace = time.monotonic() - job.began
+            self.passage = time.monotonic() - job.arrived
         finally:
             self.free.append(slot)
             self.jobs.remove(job)

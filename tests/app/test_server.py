@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields
-from heapq import heappop, heappush
 from http.client import HTTPConnection
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -27,7 +25,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
 from app.options import GRAMMARS, KINDS, Options
 from app.server.network import MAX_BODY, respond
@@ -39,7 +36,7 @@ from app.server.requests import (
     complaint,
     sample_of,
 )
-from app.server.worker import Job, Worker
+from app.server.worker import Job
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from tests.calls import recorded, until
@@ -51,8 +48,8 @@ QUEUE = 16
 OF_TEXTS = ["--draft", "exit", "--max-new-tokens", "16", "--stop", "zz"]
 OF_CHATS = ["--system", "hm", "--chat-template-kwargs", '{"tone": "mild"}']
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
-# q would end the text
-ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"}
+# q would end the text, and so would the server's own stop string, which a random text may have
+ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q", "stop": []}
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
@@ -417,7 +414,7 @@ def test_a_text_without_a_limit_goes_on_to_the_context(chat_model: Path) -> None
         assert running.address.startswith("http://[::1]:")
         with closing(running.begin(TEXT, {**ENDLESS, "max_tokens": -1})):
             until(lambda: running.worker.jobs)
-            assert running.worker.jobs[0].answer.sample.source.longest == 4000
+            assert running.worker.jobs[0].sample.source.longest == 4000
 
 
 # ---- the queue ----
@@ -441,7 +438,7 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
         until(lambda: len(jobs) == len(asking))
     with pytest.raises(openai.RateLimitError, match="the queue is full: try again") as refused:
         client.completions.create(model="tiny", prompt=PROMPT)
-    assert int(refused.value.response.headers["Retry-After"]) >= 1
+    assert 1 <= int(refused.value.response.headers["Retry-After"]) <= 60
     asking[9].close()
     until(lambda: jobs[9].is_abandoned)
     asking.append(served.begin(TEXT, {"prompt": "x" * 99}))
@@ -449,41 +446,6 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     gate.set()
     until(lambda: not jobs)
     assert begun == sorted(begun) and len(begun) == len(asking) - 1
-
-
-def test_the_pace_is_the_time_of_the_last_text(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By which refused clients are told when to come back. Here it was the pace of a slow one."""
-    monkeypatch.setattr(served.worker, "pace", 1000.0)
-    served.text(prompt=PROMPT, max_tokens=1)
-    until(lambda: 0 < served.worker.pace < 100)
-
-
-@pytest.mark.parametrize(("pace", "seconds"), [(0.05, 0.05), (1.0, 6.0)])
-def test_of_sixty_requests_at_once_two_retries_lose_none(
-    pace: float, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where four are written and twelve wait. Each text takes ``seconds``, and the one before them
-    took ``pace``. OpenAI's client retries twice, when it is told to.
-    """
-    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
-    monkeypatch.setattr("app.server.worker.time", clock)
-    worker = SimpleNamespace(jobs=[], slots=4, places=16, pace=pace, last_return=0.0)
-    free = [0.0] * worker.slots  # when each slot is
-    coming = [(0.0, client, 2) for client in range(60)]
-    while coming:
-        now, client, retries = heappop(coming)
-        written = sum(job.began + seconds <= now for job in worker.jobs)
-        del worker.jobs[:written]
-        worker.pace = seconds if written else worker.pace
-        job = SimpleNamespace(is_abandoned=False, began=max(now, free[0]))
-        try:
-            Worker.enqueue(worker, job)
-            free = [*free[1:], job.began + seconds]
-        except HTTPException as refused:
-            assert retries, f"client {client} is lost"
-            heappush(coming, (now + int(refused.headers["Retry-After"]), client, retries - 1))
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_ends_between_two_chunks(
@@ -517,10 +479,11 @@ def test_what_fails_in_writing_is_printed_and_the_next_text_is_written(
 ) -> None:
     """The client is told nothing of the failure."""
     with monkeypatch.context() as patch:
-        patch.setattr(served.worker.session, "rounds", None)
+        patch.setattr(served.worker.session, "rounds", Mock(side_effect=IndexError("secret")))
         status, answer = served.ask(TEXT, {"prompt": PROMPT, "stream": True})
     assert (status, answer["error"]["type"]) == (500, "server_error")
-    assert "NoneType" in capsys.readouterr().err and "NoneType" not in answer["error"]["message"]
+    assert "IndexError: secret" in capsys.readouterr().err
+    assert answer["error"]["message"] == "the request could not be answered"
     assert served.text(prompt=PROMPT)
 
 
