@@ -5,13 +5,12 @@ and of how texts are drafted.
 """
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from greenlet import greenlet
@@ -39,7 +38,7 @@ class Job:
     sample: Sample
     task: asyncio.Task[None]  # of the request
     replies: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    arrived: float = field(default_factory=time.monotonic)
+    began: float = inf  # when its text was begun; inf: it waits
     writing: greenlet | None = None
 
     @property
@@ -51,6 +50,28 @@ class Job:
         """Send a reply, from any thread."""
         with suppress(RuntimeError):  # the network has ended
             self.task.get_loop().call_soon_threadsafe(self.replies.put_nowait, reply)
+
+
+@dataclass
+class Returns:
+    """Times at which refused clients are told to come back: when the texts ahead are likely to be
+    written. Each later client gets a later time, so that clients who are refused together do not
+    return together.
+    """
+
+    slots: int  # texts written at once
+    places: int  # of jobs that are written or wait
+    pace: float = 5.0  # seconds that the last text took: a guess at first
+    last: float = 0.0  # when the client that was refused last is to come back
+
+    def wait(self, now: float, ahead: int, began: float) -> int:
+        """Return the seconds to wait behind ``ahead`` jobs, the oldest of which ``began`` then."""
+        pace = max(self.pace, now - began)
+        # Times are whole seconds: in each, as many clients come back as the queue has places.
+        turn = max(pace / self.slots, 1 / self.places)
+        seconds = min(LONGEST_RETRY, max(ahead * turn, self.last - now) + turn)
+        self.last = now + seconds
+        return ceil(seconds)
 
 
 class Worker:
@@ -67,21 +88,16 @@ class Worker:
             session.new_slot(session.context)
             for _ in range(session.slots_for(TEXTS, session.context))
         ]
-        self.places = len(self.free) + session.options.queue
-        self.passage = 15.0  # seconds from arrival to end of the last text: a guess at first
+        self.returns = Returns(len(self.free), len(self.free) + session.options.queue)
         self.together = Together(session.model)
         self.jobs: list[Job] = []  # that wait or are written, in order of arrival
 
     def enqueue(self, job: Job) -> None:
-        """Queue a job, in the network's thread. Raises HTTPException where the queue is full.
-
-        The client is told to come back when all texts ahead are likely to be written, or up to
-        three times as late: clients who are refused together are not to return together.
-        """
-        if sum(not each.is_abandoned for each in [*self.jobs]) >= self.places:
-            wait = min(self.passage, LONGEST_RETRY / 3) * random.uniform(1, 3)
-            retry = {"Retry-After": str(ceil(wait))}
-            raise HTTPException(429, "the queue is full: try again", retry)
+        """Queue a job, in the network's thread. Raises HTTPException where the queue is full."""
+        jobs = [each for each in [*self.jobs] if not each.is_abandoned]
+        if len(jobs) >= self.returns.places:
+            wait = self.returns.wait(time.monotonic(), len(jobs), jobs[0].began)
+            raise HTTPException(429, "the queue is full: try again", {"Retry-After": str(wait)})
         self.jobs.append(job)
 
     def work(self, stopped: Callable[[], bool]) -> None:
@@ -109,6 +125,7 @@ class Worker:
             key=lambda slot: max(0, 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)),
         )
         self.free.remove(slot)
+        job.began = time.monotonic()
         rounds = partial(self.session.rounds, job.sample, slot, self.together)
         try:
             for reply in replies(job.body, job.sample, self.session, rounds):
@@ -116,7 +133,7 @@ class Worker:
         except Exception as error:
             job.send(error)
         else:
-            self.passage = time.monotonic() - job.arrived
+            self.returns.pace = time.monotonic() - job.began
         finally:
             self.free.append(slot)
             self.jobs.remove(job)

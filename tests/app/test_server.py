@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields
+from heapq import heappop, heappush
 from http.client import HTTPConnection
 from itertools import product
 from pathlib import Path
@@ -36,7 +37,7 @@ from app.server.requests import (
     complaint,
     sample_of,
 )
-from app.server.worker import Job
+from app.server.worker import Job, Returns
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from tests.calls import recorded, until
@@ -446,6 +447,36 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     gate.set()
     until(lambda: not jobs)
     assert begun == sorted(begun) and len(begun) == len(asking) - 1
+
+
+def test_the_pace_is_the_time_of_the_last_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which refused clients are told when to come back. Here it was the pace of a slow one."""
+    monkeypatch.setattr(served.worker.returns, "pace", 1000.0)
+    served.text(prompt=PROMPT, max_tokens=1)
+    until(lambda: 0 < served.worker.returns.pace < 100)
+
+
+@pytest.mark.parametrize(("pace", "seconds"), [(0.05, 0.05), (1.0, 6.0)])
+def test_of_sixty_requests_at_once_two_retries_lose_none(pace: float, seconds: float) -> None:
+    """Where four are written and twelve wait. Each text takes ``seconds``, and the one before them
+    took ``pace``. OpenAI's client retries twice, when it is told to.
+    """
+    returns = Returns(slots=4, places=16, pace=pace)
+    begun: list[float] = []  # of each text
+    coming = [(0.0, client, 2) for client in range(60)]
+    while coming:
+        now, client, retries = heappop(coming)
+        ahead = [each for each in begun if each + seconds > now]
+        if len(ahead) < len(begun):
+            returns.pace = seconds
+        if len(ahead) < returns.places:
+            begun.append(max([now, *(each + seconds for each in begun[-4:-3])]))
+        else:
+            assert retries, f"client {client} is lost"
+            wait = returns.wait(now, len(ahead), ahead[0])
+            heappush(coming, (now + wait, client, retries - 1))
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_ends_between_two_chunks(
