@@ -25,7 +25,6 @@ from typing import Any
 
 import optuna
 from rich.console import Console
-from rich.progress import track
 
 from app.common.command_line import say
 from app.common.device import machine
@@ -43,7 +42,6 @@ from search.costs import CostModel, kept_costs, measure_costs
 from search.plots import best_values, draw_search
 from search.study import (
     HEAD_KEY,
-    SAMPLERS,
     SUBLAYERS,
     WINDOW_KEY,
     WINDOWS,
@@ -53,13 +51,12 @@ from search.study import (
     compare_samplers,
     early_exits,
     first_plans,
+    measure_importance,
     open_study,
     optimise,
     parameters,
-    plan_of,
     predictions_of,
     space_of,
-    sublayers,
 )
 from search.texts import Continuation, after_documents, plain_texts, read_prompts, split_texts
 from weights.load import model_fingerprint
@@ -83,11 +80,6 @@ OPTIONS: Groups = {
             "help": "the plan file to write, replaced if it exists (default: plan.json in the"
             " model's folder, or plan-STUDY.json where another search or a hand made that)",
         },
-        "--sampler": {
-            "choices": list(SAMPLERS),
-            "default": "tpe",
-            "help": "method that proposes plans",
-        },
         "--seed": {
             "type": within(int, 0, 2**31 - 1),
             "default": 0,
@@ -103,7 +95,8 @@ OPTIONS: Groups = {
             "type": within(int, 0),
             "default": 0,
             "metavar": "N",
-            "help": "also search N times by each sampler, with other seeds, and compare",
+            "help": "also search N times by TPE, the method that proposes plans, by random draws,"
+            " and by TPE without the first plans, with other seeds, and compare",
         },
         "--bits": {
             "type": int,
@@ -153,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     shared = ("model", "device", "dtype", "max_new_tokens", "coupling", "temperature", "seed")
     session = Session(Options(**{name: getattr(options, name) for name in shared}))
     if options.context:
-        prompts = after_documents(session, prompts, options.context)
+        prompts = after_documents(session.tokenizer, prompts, options.context)
     settings = settings_of(session, options, prompts)
     study_name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     out = options.out or place_of_plan(session.folder, study_name)
@@ -164,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     session.check_memory()
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    study = open_study(journal, study_name, options.sampler, options.seed)
+    study = open_study(journal, study_name, options.seed)
     # 2. The target writes the texts, on which plans are predicted with costs measured once.
     searched, held_out = split_texts(plain_texts(session, prompts))
     is_long = min(len(text.prompt) for text in searched) >= LONG
@@ -207,8 +200,8 @@ def run(options: argparse.Namespace) -> int:
 def settings_of(
     session: Session, options: argparse.Namespace, prompts: list[str]
 ) -> dict[str, Any]:
-    """Return all on which the predictions of a search depend. Sampler and seed are not among them:
-    they choose the plans, so that trials of any sampler belong to one study.
+    """Return all on which the predictions of a search depend. The seed is not among them: it only
+    chooses the plans, so that trials of any seed belong to one study.
     """
     return {
         "model": model_fingerprint(session.folder),
@@ -248,13 +241,7 @@ def prepare(
         study.study_name,
         lambda: measure_costs(session, prompts, space[HEAD_KEY], space[WINDOW_KEY]),
     )
-    full = LayerPlan.full(session.model.num_layers)
-    importance = {
-        name: 1 - calibration.acceptance(plan_of(parameters(full) | {name: 0}))
-        for name in track(
-            sublayers(full), "importance of each sublayer", console=Console(stderr=True)
-        )
-    }
+    importance = measure_importance(session.model.num_layers, calibration.acceptance)
     study.set_user_attr("importance", importance)
     for plan in first_plans(importance, space):
         study.enqueue_trial(parameters(plan))

@@ -117,8 +117,8 @@ class Calibration:
     def __init__(self, session: Session, texts: Sequence[Continuation]) -> None:
         self.model = session.model
         self.params = session.options.params
-        rules = {"ratio": accepted_by_ratio, "race": accepted_by_race}
-        self.accepted = rules[session.options.coupling or "race"]
+        by_race = session.options.rule.name == "race"
+        self.accepted = accepted_by_race if by_race else accepted_by_ratio
         self.planned = PlannedBlocks(self.model)
         self.passes = [TargetPass(self.model, text) for text in texts]
 

@@ -18,32 +18,31 @@ from statistics import fmean
 from typing import NamedTuple
 
 import optuna
+from rich.console import Console
+from rich.progress import track
 
 from app.common.command_line import say
 from model.errors import explaining
-from model.plan import FULL, LayerPlan
+from model.plan import FULL, LOW_BITS, LayerPlan
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
 warnings.filterwarnings("ignore", category=FutureWarning)
 
-SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
-    # One density per sublayer, since a search has too few trials for joint (multivariate)
-    # densities. Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a
-    # small weight.
-    "tpe": partial(
-        optuna.samplers.TPESampler,
-        multivariate=False,
-        prior_weight=0.2,
-        gamma=lambda trials: min(max(3, trials // 10), 10),
-        n_ei_candidates=64,
-    ),
-    "random": optuna.samplers.RandomSampler,
-}
+# The sampler of a search. It has one density per sublayer, since a search has too few trials for
+# joint (multivariate) densities. Good trials are the best tenth, up to 10. They are few, so the
+# uniform prior gets a small weight.
+TPE = partial(
+    optuna.samplers.TPESampler,
+    multivariate=False,
+    prior_weight=0.2,
+    gamma=lambda trials: min(max(3, trials // 10), 10),
+    n_ei_candidates=64,
+)
 # Ways that are compared: the sampler, and whether the first plans are tried before it is asked
 WAYS = {
-    "TPE": ("tpe", True),
-    "random draws": ("random", True),
-    "TPE without the first plans": ("tpe", False),
+    "TPE": (TPE, True),
+    "random draws": (optuna.samplers.RandomSampler, True),
+    "TPE without the first plans": (TPE, False),
 }
 THINNED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # shares of the sublayers that the first plans skip
 SUBLAYERS = {"attn": "attention", "mlp": "MLP"}  # the first word of a name: in words
@@ -93,7 +92,7 @@ def space_of(num_layers: int, bits: Collection[int], windows: Collection[int] = 
     return {**full, HEAD_KEY: [each for each in choices if each], WINDOW_KEY: [None, *windows]}
 
 
-def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
+def open_study(path: Path, name: str, seed: int) -> optuna.Study:
     """Return the study of this name in the journal ``path``, with the trials that it has.
 
     Raises InputError where the file is no journal.
@@ -107,10 +106,24 @@ def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
             direction="maximize",
             load_if_exists=True,
         )
-        count = len(study.get_trials(deepcopy=False))
-    # does not repeat the draws of earlier trials
-    study.sampler = SAMPLERS[sampler](seed=seed + count)
+        # does not repeat the draws of earlier trials
+        study.sampler = TPE(seed=seed + len(study.get_trials(deepcopy=False)))
     return study
+
+
+def measure_importance(
+    num_layers: int, acceptance: Callable[[LayerPlan], float]
+) -> dict[str, float]:
+    """Return the importance of each sublayer by its name: the share of drafted tokens that are
+    rejected without it.
+    """
+    full = LayerPlan.full(num_layers)
+    return {
+        name: 1 - acceptance(plan_of(parameters(full) | {name: 0}))
+        for name in track(
+            sublayers(full), "importance of each sublayer", console=Console(stderr=True)
+        )
+    }
 
 
 def early_exits(num_layers: int) -> list[LayerPlan]:
@@ -121,8 +134,6 @@ def early_exits(num_layers: int) -> list[LayerPlan]:
 def thinned_plans(importance: Mapping[str, float]) -> list[LayerPlan]:
     """Return the plans that skip the least important sublayer, the two least important, and so on
     up to all.
-
-    ``importance`` of each sublayer: the share of drafted tokens that are rejected without it.
     """
     full = parameters(LayerPlan.full(len(importance) // 2))
     order = sorted(importance, key=lambda name: (importance[name], name))
@@ -136,16 +147,19 @@ def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan
     window, and the first two kinds in the fewest bits.
     """
     full = LayerPlan.full(len(importance) // 2)
+    exits = early_exits(full.num_layers)
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
-    kinds = early_exits(full.num_layers), thinned
-    low = sorted({*space[HEAD_KEY]} - {FULL})
+    low = [bits for bits in LOW_BITS if bits in space[HEAD_KEY]]
     uniform = [*(full.in_bits(bits, head=low[-1]) for bits in low), full]
     windowed = [replace(plan, window=window) for window in space[WINDOW_KEY] for plan in uniform]
-    rounded = [[plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in kinds if low]
+    rounded = [
+        [plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in (exits, thinned) if low
+    ]
+    in_turn = chain(*zip_longest(exits, thinned, windowed, *rounded))
     return [
         plan
-        for plan in dict.fromkeys(filter(None, chain(*zip_longest(*kinds, windowed, *rounded))))
+        for plan in dict.fromkeys(filter(None, in_turn))
         if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
     ]
 
@@ -207,8 +221,7 @@ def compare_samplers(
     for name, (sampler, tries_first) in WAYS.items():
         plans = first if tries_first else ()
         curves[name] = [
-            best_so_far(predict, space, plans, trials, SAMPLERS[sampler](seed=seed))
-            for seed in range(seeds)
+            best_so_far(predict, space, plans, trials, sampler(seed=seed)) for seed in range(seeds)
         ]
         best = [curve[-1] for curve in curves[name]]
         say(f"{name}: {fmean(best):.3f} ({min(best):.3f} to {max(best):.3f})")

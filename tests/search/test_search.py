@@ -4,6 +4,7 @@ and wrong input.
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +26,14 @@ from search.acceptance import Calibration, accepted_by_race, accepted_by_ratio
 from search.costs import CostModel, measure_costs, parts_of
 from search.plots import best_values, front, importances
 from search.study import (
-    SAMPLERS,
+    TPE,
     WAYS,
     Prediction,
     best_so_far,
     early_exits,
     finished,
     first_plans,
+    measure_importance,
     open_study,
     parameters,
     plan_of,
@@ -180,16 +182,12 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
         rate = calibration.acceptance(plan)
         return Prediction(*COSTS.best(rate, COSTS.step(plan)), rate)
 
-    full = LayerPlan.full(3)
-    importance = {
-        name: 1 - calibration.acceptance(plan_of({**parameters(full), name: 0}))
-        for name in sublayers(full)
-    }
+    importance = measure_importance(3, calibration.acceptance)
     space = space_of(3, [0])
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
     first = first_plans(importance, space)
     assert all(plan_of({"a": 1, "b": 2, **parameters(plan)}) == plan for plan in plans)
-    found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
+    found = best_so_far(predict, space, first, 32, TPE(seed=0))
     assert found[-1] == max(predict(plan).speedup for plan in plans)
 
 
@@ -218,17 +216,18 @@ def test_starts_have_only_the_bits_that_may_be_tried(layers: int, bits: list[int
     assert used and used <= {*bits, FULL}
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "sampler", [sampler for sampler, tries_first in WAYS.values() if tries_first]
+)
 def test_the_first_plans_come_first_and_a_seed_proposes_the_same_plans_after_them(
-    sampler: str,
+    sampler: Callable[..., optuna.samplers.BaseSampler],
 ) -> None:
     """No plan is predicted twice: one layer has 36 with these bits and windows."""
     first = [LayerPlan((0,), (4,), head=4, window=7), LayerPlan.full(1)]
     runs = []
     for _ in range(2):
         predict = Mock(side_effect=toy)
-        sample = SAMPLERS[sampler](seed=3)
-        curve = best_so_far(predict, space_of(1, [0, 4], [7]), first, 40, sample)
+        curve = best_so_far(predict, space_of(1, [0, 4], [7]), first, 40, sampler(seed=3))
         assert curve == sorted(curve) and len(curve) == 40
         runs.append([call.args[0] for call in predict.call_args_list])
     tried, again = runs
@@ -240,7 +239,7 @@ def test_the_neighbour_of_a_plan_that_comes_twice_has_other_bits_in_one_place(
 ) -> None:
     full = LayerPlan.full(2)
     noted = recorded(monkeypatch, optuna.Study, "enqueue_trial", lambda _, given, **__: given)
-    best_so_far(toy, space_of(2, [0, 4]), [full] * 30, 30, SAMPLERS["random"](seed=0))
+    best_so_far(toy, space_of(2, [0, 4]), [full] * 30, 30, TPE(seed=0))
     changed = [parameters(full).items() - neighbour.items() for neighbour in noted[30:]]
     assert [*map(len, changed)] == [1] * 29
 
@@ -313,7 +312,7 @@ def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_wi
     use = f"python generate.py \"Your prompt\" --model '{folder}' --draft skip --plan {out}"
     assert (use in said) == (gamma > 0)
     assert command.main(arguments(folder, "--out", out, "--trials", 8)) == 0
-    study = open_study(out.with_suffix(".journal"), written["study"], "tpe", 0)
+    study = open_study(out.with_suffix(".journal"), written["study"], 0)
     assert len(finished(study)) == 8, "six trials were in the journal"
     assert study.user_attrs.keys() == {"costs", "importance"}
     assert len(study.user_attrs["importance"]) == 4
@@ -391,7 +390,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     assert json.loads(out.read_text())["measured_speedup"] == 0.5
     assert read_plan(out, 2, folder).gamma == 0
     name = json.loads(out.read_text())["study"]
-    trials = open_study(out.with_suffix(".journal"), name, "tpe", 0).trials
+    trials = open_study(out.with_suffix(".journal"), name, 0).trials
     lost = [trial.params for trial in trials if trial.state.name == "FAIL"]
     waiting = [trial for trial in trials if trial.state.name == "WAITING"]
     assert lost == [trial.system_attrs["fixed_params"] for trial in waiting[-1:]]
