@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ import torch
 from app.loaded import CONTEXT
 from app.options import Options
 from app.plan_file import GAMMA
-from app.sample import Sample, Slot
+from app.sample import Sample
 from app.session import Session
 from decoding.rounds import Round
-from weights.load import model_folder
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,12 @@ class Case:
 @dataclass(frozen=True)
 class Written:
     """Tokens of a text, or of several, and for this project's texts their rounds. ``seconds`` are
-    those of decoding alone, where the reading of the prompt is not to be counted.
+    those of decoding alone, where the reading of the prompt is not to be counted; else 0.
     """
 
     texts: list[list[int]]
     rounds: list[Round] = field(default_factory=list)
-    seconds: float | None = None
+    seconds: float = 0.0
 
 
 Way = Callable[[Case], Written]
@@ -84,36 +82,29 @@ def begin(session: Session, options: Options, case: Case) -> Sample:
     return sample
 
 
-def write(session: Session, slot: Slot, options: Options, case: Case) -> Written:
-    """Return the text of a case, on a cache that all ways share."""
+def write(session: Session, options: Options, case: Case) -> Written:
+    """Return the text of a case, on the session's own cache."""
     sample = begin(session, options, case)
     if case.reads_prompt:
-        slot.tokens = []
-    rounds = [*session.rounds(sample, slot)]
-    return Written([sample.tokens], rounds, None if case.reads_prompt else sample.seconds)
+        session.slot_for(sample.source.longest).tokens = []
+    session.finish(sample)
+    return Written([sample.tokens], sample.rounds, 0.0 if case.reads_prompt else sample.seconds)
 
 
-def transformers_ways(
-    session: Session, file: str, exit_layers: Sequence[int], draft_model: str | None
-) -> dict[str, Way]:
-    """Return greedy ``generate`` of transformers on the session's checkpoint, plainly and with each
-    of its drafts, of ``GAMMA`` tokens.
+def transformers_ways(session: Session, file: str, exit_layers: Sequence[int]) -> dict[str, Way]:
+    """Return greedy ``generate`` of transformers on the session's checkpoint, plainly, with prompt
+    lookup and with the last of the early exits, in drafts of ``GAMMA`` tokens.
     """
     import transformers
 
     transformers.logging.set_verbosity_error()
-
-    def load(folder: Path) -> Any:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=session.dtype)
-        loaded.generation_config.update(
-            eos_token_id=None,
-            assistant_confidence_threshold=0.0,
-            num_assistant_tokens=GAMMA,
-            num_assistant_tokens_schedule="constant",
-        )
-        return loaded.to(session.device)
-
-    theirs = load(session.folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(session.folder, dtype=session.dtype)
+    theirs.to(session.device).generation_config.update(
+        eos_token_id=None,
+        assistant_confidence_threshold=0.0,
+        num_assistant_tokens=GAMMA,
+        num_assistant_tokens_schedule="constant",
+    )
 
     def write(case: Case, **draft: Any) -> Written:
         ids = torch.tensor([case.ids], device=session.device)
@@ -121,18 +112,15 @@ def transformers_ways(
         written = theirs.generate(ids, max_new_tokens=case.count, **draft)
         return Written(written[:, len(case.ids) :].tolist())
 
-    drafts: dict[str, dict[str, Any]] = {
-        "transformers": {},
-        "transformers, lookup": {"prompt_lookup_num_tokens": GAMMA},
+    lookup = partial(write, prompt_lookup_num_tokens=GAMMA)
+    exits = {
+        f"transformers, exit {layer}": partial(write, assistant_early_exit=layer)
+        for layer in exit_layers[-1:]
     }
-    for layer in exit_layers[-1:]:
-        drafts[f"transformers, exit {layer}"] = {"assistant_early_exit": layer}
-    if draft_model:
-        drafts["transformers, model"] = {"assistant_model": load(model_folder(draft_model))}
-    return {name: partial(write, **draft) for name, draft in drafts.items()}
+    return {"transformers": write, "transformers, lookup": lookup, **exits}
 
 
-def llama_cpp_way(session: Session, file: str, *drafting: Any) -> dict[str, Way]:
+def llama_cpp_way(session: Session, file: str, exit_layers: Sequence[int]) -> dict[str, Way]:
     """Return greedy plain decoding of llama.cpp from a GGUF file, on as many threads as torch."""
     import llama_cpp
 
