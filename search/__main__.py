@@ -34,11 +34,10 @@ from app.common.picture import write_picture
 from app.options import Options
 from app.plan_file import LONG, read_plan
 from app.session import Session
-from model.errors import InputError
 from model.plan import LOW_BITS, LayerPlan
 from search.acceptance import Calibration
 from search.confirm import confirm, result_table, write_result
-from search.costs import CostModel, kept_costs, measure_costs
+from search.costs import CostModel, kept_costs
 from search.plots import best_values, draw_search
 from search.study import (
     HEAD_KEY,
@@ -152,8 +151,6 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or place_of_plan(session.folder, study_name)
     check_place(out)
     journal = (options.out or session.folder / "plan").with_suffix(".journal")
-    if out == journal:
-        raise InputError(f"--out {out}: the trials are kept there: name a .json")
     session.check_memory()
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
@@ -237,10 +234,7 @@ def prepare(
     """Store costs, importances of sublayers and the first plans in a new study."""
     prompts = [text.prompt for text in texts]
     # The head may have every number of bits but 0.
-    costs = kept_costs(
-        study.study_name,
-        lambda: measure_costs(session, prompts, space[HEAD_KEY], space[WINDOW_KEY]),
-    )
+    costs = kept_costs(study.study_name, session, prompts, space[HEAD_KEY], space[WINDOW_KEY])
     importance = measure_importance(session.model.num_layers, calibration.acceptance)
     study.set_user_attr("importance", importance)
     for plan in first_plans(importance, space):
