@@ -13,7 +13,6 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -41,7 +40,7 @@ from benchmark.off_grid import off_grid_folder
 from benchmark.picture import picture
 from decoding.verify import RULES
 from model.errors import InputError, explaining
-from search.texts import PROMPTS, after_documents
+from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder
 
@@ -162,9 +161,7 @@ def benchmark(options: argparse.Namespace) -> None:
             given = {name: str(value) for name, value in vars(options).items()}
             write_json(options.json, {"about": {"machine": about, "options": given}} | report)
         if options.plot and report:
-            known = sections.SECTIONS | shapes.SECTIONS
-            panels = {known[name][1]: rows for name, rows in report.items()}
-            write_picture(lambda: picture(panels), options.plot)
+            write_picture(lambda: picture(report), options.plot)
 
 
 def measured(
@@ -172,22 +169,22 @@ def measured(
 ) -> Iterator[tuple[str, str, list[Row]]]:
     """Yield the name, the title and the rows of each section asked for, or of each shape."""
     dtype = DTYPES.get(options.dtype, torch.bfloat16)
-    for name, named in (("shapes", options.shape), ("rounds", options.rounds)):
-        measure, _ = shapes.SECTIONS[name]
-        for shape in named:
-            yield name, f"{shape} in {dtype}", measure(shape, dtype, device)
+    for shape in options.shape:
+        yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
+    for shape in options.rounds:
+        yield "rounds", f"{shape} in {dtype}", shapes.measure_rounds(shape, dtype, device)
     if options.shape or options.rounds:
         return
     bench = prepare(options)
     wanted = [*options.only, *(["context"] if options.context else [])] or sections.DEFAULT
-    for name, (measure, _) in sections.SECTIONS.items():
+    for name, measure in sections.SECTIONS.items():
         if name in wanted:
             yield name, f"{bench.session.name}: {measure.__doc__.splitlines()[0]}", measure(bench)
 
 
 def prepare(options: argparse.Namespace) -> sections.Bench:
     """Return a session with prompts, drafts and libraries. Raises InputError for a library that is
-    missing, or cannot load the model, and for a prompt that is too long.
+    missing, or cannot load the model.
     """
     folder = model_folder(options.model)
     if options.off_grid:
@@ -204,18 +201,6 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         for kind in options.prompts
         for number, text in enumerate(prompts[kind][: 1 if options.quick else None])
     ]
-    turns = 1 if options.quick else sections.TURNS
-    contexts = {
-        length: [
-            ways.Case(session.encode(prompt), options.max_new_tokens, turn, reads_prompt=False)
-            for turn, prompt in enumerate(
-                after_documents(session, PROMPTS["story"][:turns], length)
-            )
-        ]
-        for length in options.context
-    }
-    for case in chain(cases, *contexts.values()):
-        ways.begin(session, session.options, case)  # refuses a prompt that is too long
     drafting = (options.exit_layer, options.draft_model)
     libraries: dict[str, ways.Way] = {}
     for library in options.against:
@@ -225,7 +210,8 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         with explaining(f"--against {library} cannot be loaded", (Exception,)):  # it may raise any
             libraries |= ways.LIBRARIES[name](session, file, *drafting)
     drafts = ways.find_drafts(session, *drafting)
-    return sections.Bench(session, cases, drafts, libraries, turns, contexts)
+    turns = 1 if options.quick else sections.TURNS
+    return sections.Bench(session, cases, drafts, libraries, turns, options.context)
 
 
 main = script(benchmark, OPTIONS, "python -m benchmark", __doc__)

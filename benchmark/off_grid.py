@@ -14,44 +14,38 @@ import torch
 
 from app.common.command_line import say
 from app.common.files import read_text, write_text
-from app.loaded import accelerated
 from app.options import Options
 from app.session import Session
 from model.decoder import Decoder
 from model.quantise import GROUP, quantise
 from weights.checkpoint import save_model
 from weights.importance import PROMPTS, input_squares, linear_layers
-from weights.load import load_model, model_fingerprint
+from weights.load import model_fingerprint
 
 TOKENS = 48  # of each text
 TEXTS = 8  # sets of texts that the inputs are measured on
 
 
 def off_grid_folder(folder: Path) -> Path:
-    """Return the folder of the copy, beside the checkpoint's; made if it is missing, or says that
-    it was made from other weights.
+    """Return the folder of the copy, beside the checkpoint's; made unless it says that it was made
+    from these weights.
     """
     copy = folder.with_name(f"{folder.name}-off-grid")
     made_from = copy / "made_from.txt"
-    if (copy / "model.safetensors").exists() and (
-        not made_from.exists() or read_text(made_from) == model_fingerprint(folder)
-    ):
+    if made_from.exists() and read_text(made_from) == model_fingerprint(folder):
         return copy
     say(
         f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some"
         " minutes"
     )
-    options = Options(model=str(folder), draft="none", max_new_tokens=TOKENS, device="cpu")
-    model = load_model(folder)
-    session = Session(options)
-    session.model = accelerated(model, options)
+    session = Session(Options(model=str(folder), draft="none", max_new_tokens=TOKENS, device="cpu"))
     texts = [
         sample.source.tokens
         for seed in range(1, TEXTS + 1)
         for sample in session.write_all(PROMPTS, temperature=0.7, seed=seed)
     ]
-    add_noise(model, texts, seed=0)
-    save_model(model, copy, tokenizer_from=folder)
+    add_noise(session.model, texts, seed=0)
+    save_model(session.model, copy, tokenizer_from=folder)
     write_text(made_from, model_fingerprint(folder))
     return copy
 

@@ -1,4 +1,6 @@
-"""Picture of a report: dots for speed-ups and costs, lines for times. Knows nothing of models."""
+"""Picture of a report: dots for speed-ups and costs, lines for times. ``PANELS`` has the panel of
+each section. Knows nothing of models.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,11 +22,27 @@ class Panel(NamedTuple):
     lines: str | None = None
 
 
-def picture(report: Mapping[Panel, list[Row]]) -> Figure:
-    """Return a picture with each panel of some rows, one below the other."""
+PANELS = {
+    "shapes": Panel("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
+    "rounds": Panel("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
+    "costs": Panel("Costs of steps", "plain rounds", "step"),
+    "speed": Panel("Speed-up over plain decoding", "speed-up", "decoder"),
+    "first-token": Panel("Time to the first token", "tokens", "ms", "decoder"),
+    "structured": Panel("Speed-up under JSON schemas", "speed-up", "decoder"),
+    "context": Panel("Speed-up after long prompts", "context", "speed-up", "decoder"),
+    "together": Panel("Texts written together", "texts", "tokens/s", "decoder"),
+    "adaptive": Panel(
+        "Simulated speed-up by the cost of a draft step", "draft step", "speed-up", "decoder"
+    ),
+}
+
+
+def picture(report: Mapping[str, list[Row]]) -> Figure:
+    """Return a picture of the rows of each section: their panels, one below the other."""
     figure = Figure(figsize=(9, 4.5 * len(report)))
     panels = figure.subplots(len(report), squeeze=False)[:, 0]
-    for (panel, rows), axes in zip(report.items(), panels, strict=True):
+    for (section, rows), axes in zip(report.items(), panels, strict=True):
+        panel = PANELS[section]
         rows = [row for row in rows if {panel.x, panel.y} <= row.keys()]
         if panel.lines is None:
             for kind in (*rows[0].get("kinds", ()), panel.x):

@@ -1,7 +1,8 @@
 """Sections of the benchmark, each of which measures one table.
 
-``SECTIONS`` has all that is known of one. The first line of its function's docstring is the title
-of its table. Knows nothing of command lines and screens.
+A new one is a function, its name in ``SECTIONS``, and its panel in ``picture.PANELS``. The first
+line of the function's docstring is the title of its table. Knows nothing of command lines and
+screens.
 """
 
 import json
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress, cycle, islice
-from operator import truediv
+from operator import eq, truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,15 +24,15 @@ from app.offers import WINDOW
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
-from benchmark.picture import Panel
 from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
 from decoding.rounds import Statistics
+from search.texts import PROMPTS, after_documents
 from training.corpus.stories import repetition
 
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of texts whose first token is timed
-LONGEST_IF_QUICK = 1024
+QUICK_LENGTHS = 3  # of these in a quick run
 SCHEMAS = Path(__file__).with_name("schemas.json")
 STRUCTURED_TOKENS = 256  # of the longest text under a schema
 # drafts nothing but the tokens that a schema forces
@@ -47,8 +48,8 @@ class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
     options of each draft, and the ways of other libraries.
 
-    ``turns`` is the number of turns of the other sections, 1 in a quick run. ``contexts`` has the
-    cases of long prompts by the number of the documents' tokens.
+    ``turns`` is the number of turns of the other sections, 1 in a quick run. ``contexts`` are the
+    numbers of tokens before the requests of the section "context".
     """
 
     session: Session
@@ -56,18 +57,22 @@ class Bench:
     drafts: dict[str, Options]
     libraries: dict[str, Way]
     turns: int
-    contexts: Mapping[int, Sequence[Case]]
+    contexts: Sequence[int]
 
     def measure(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
     ) -> list[Row]:
-        """Return the rows of plain decoding, of drafts, which share a cache, and of libraries."""
-        longest = max(len(case.ids) + case.count for case in cases)
-        slot = self.session.new_slot(min(longest, self.session.context))
-        options = {"plain": self.session.options, **drafts}
-        ours = {name: partial(write, self.session, slot, each) for name, each in options.items()}
-        kinds = [case.kind for case in cases]
-        return compare(ours | libraries, cases, self.session.device, kinds)
+        """Return the rows of plain decoding, of drafts and of libraries.
+
+        Raises InputError for a prompt that is too long, before any is timed.
+        """
+        session = self.session
+        session.slot = None  # the cache of other cases, which may be larger
+        for case in cases:
+            begin(session, session.options, case)
+        options = {"plain": session.options, **drafts}
+        ours = {name: partial(write, session, each) for name, each in options.items()}
+        return compare(ours | libraries, cases, session.device, [case.kind for case in cases])
 
 
 def compare(
@@ -82,23 +87,18 @@ def compare(
     equal the plain ones.
     """
     runs = take_turns(ways, inputs, device)
-    written = {name: [each for each, _ in own] for name, own in runs.items()}
-    seconds = {
-        name: [
-            max(took if each.seconds is None else each.seconds, LEAST_SECONDS) for each, took in own
-        ]
-        for name, own in runs.items()
-    }
-    share = repetition([text for each in written["plain"] for text in each.texts])
+    seconds = {name: [each.seconds or took for each, took in own] for name, own in runs.items()}
+    plain = [written.texts for written, _ in runs["plain"]]
+    share = repetition([*chain(*plain)])
     columns = [*dict.fromkeys(filter(None, kinds))]
     rows = []
-    for name, own in written.items():
-        statistics = Statistics()
-        for round in chain.from_iterable(each.rounds for each in own):
-            statistics.add(round)
-        lengths = [sum(map(len, each.texts)) for each in own]
-        equal = [one.texts == two.texts for one, two in zip(own, written["plain"], strict=True)]
+    for name, own in runs.items():
+        texts = [written.texts for written, _ in own]
+        lengths = [sum(map(len, each)) for each in texts]
         speedups = [*map(truediv, seconds["plain"], seconds[name])]
+        statistics = Statistics()
+        for round in chain(*(written.rounds for written, _ in own)):
+            statistics.add(round)
         of_kinds = {
             column: median(compress(speedups, [kind == column for kind in kinds]))
             for column in columns
@@ -111,10 +111,10 @@ def compare(
                 "repeated": share,
                 "accepted": statistics.acceptance_rate,
                 "a round": statistics.tokens_per_round or None,
-                "equal": f"{sum(equal)}/{len(equal)}",
+                "equal": f"{sum(map(eq, texts, plain))}/{len(texts)}",
                 "kinds": columns,
                 "tokens": lengths,
-                "rounds": [len(each.rounds) for each in own],
+                "rounds": [len(written.rounds) for written, _ in own],
                 "seconds": seconds[name],
                 **of_kinds,
             }
@@ -162,8 +162,7 @@ def first_token_section(bench: Bench) -> list[Row]:
 
     Of other libraries plain decoding is timed alone.
     """
-    # a quick run has one turn
-    longest = min(bench.session.context, LENGTHS[-1] if bench.turns > 1 else LONGEST_IF_QUICK)
+    lengths = LENGTHS if bench.turns > 1 else LENGTHS[:QUICK_LENGTHS]  # a quick run has one turn
     others = {name: way for name, way in bench.libraries.items() if name in LIBRARIES}
     return [
         {
@@ -172,8 +171,8 @@ def first_token_section(bench: Bench) -> list[Row]:
             "ms": spread(1e3 * each for each in row["seconds"]),
             "speed-up": row["speed-up"],
         }
-        for length in LENGTHS
-        if length <= longest
+        for length in lengths
+        if length <= bench.session.context
         for row in bench.measure({}, others, [Case([0] * (length - 1), 1)] * bench.turns)
     ]
 
@@ -183,17 +182,22 @@ def context_section(bench: Bench) -> list[Row]:
 
     A prompt is a part of this project's documents, followed by a request to write something else.
     """
+    session = bench.session
     drafts = {
         name: bench.drafts[name] for name in ("lookup", "low bits", "auto") if name in bench.drafts
     }
     if "low bits" in drafts:
         short_sighted = {"draft": "lowbit", "window": WINDOW}
-        drafts[f"low bits, newest {WINDOW}"] = bench.session.options.merged(short_sighted)
-    return [
-        {"context": length} | row
-        for length, cases in bench.contexts.items()
-        for row in bench.measure(drafts, {}, cases)
-    ]
+        drafts[f"low bits, newest {WINDOW}"] = session.options.merged(short_sighted)
+    rows = []
+    for length in bench.contexts:
+        prompts = after_documents(session.tokenizer, PROMPTS["story"][: bench.turns], length)
+        cases = [
+            Case(session.encode(prompt), session.options.max_new_tokens, turn, reads_prompt=False)
+            for turn, prompt in enumerate(prompts)
+        ]
+        rows += [{"context": length} | row for row in bench.measure(drafts, {}, cases)]
+    return rows
 
 
 def together_section(bench: Bench) -> list[Row]:
@@ -230,7 +234,7 @@ def write_together(
 
     _, reading = timed(session.device, write, 1)
     texts, whole = timed(session.device, write, cases[0].count)
-    return Written(texts, seconds=whole - reading)
+    return Written(texts, seconds=max(whole - reading, LEAST_SECONDS))
 
 
 def adaptive_section(bench: Bench) -> list[Row]:
@@ -260,27 +264,13 @@ def adaptive_section(bench: Bench) -> list[Row]:
 
 
 DEFAULT = ("costs", "speed", "first-token")
-# In the order in which they are measured, with their panels of the picture
-SECTIONS: dict[str, tuple[Callable[[Bench], list[Row]], Panel]] = {
-    "costs": (costs_section, Panel("Costs of steps", "plain rounds", "step")),
-    "speed": (speed_section, Panel("Speed-up over plain decoding", "speed-up", "decoder")),
-    "first-token": (
-        first_token_section,
-        Panel("Time to the first token", "tokens", "ms", "decoder"),
-    ),
-    "structured": (
-        structured_section,
-        Panel("Speed-up under JSON schemas", "speed-up", "decoder"),
-    ),
-    "context": (
-        context_section,
-        Panel("Speed-up after long prompts", "context", "speed-up", "decoder"),
-    ),
-    "together": (together_section, Panel("Texts written together", "texts", "tokens/s", "decoder")),
-    "adaptive": (
-        adaptive_section,
-        Panel(
-            "Simulated speed-up by the cost of a draft step", "draft step", "speed-up", "decoder"
-        ),
-    ),
+# In the order in which they are measured
+SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
+    "costs": costs_section,
+    "speed": speed_section,
+    "first-token": first_token_section,
+    "structured": structured_section,
+    "context": context_section,
+    "together": together_section,
+    "adaptive": adaptive_section,
 }

@@ -21,7 +21,6 @@ from app.common.table import Row
 from app.loaded import accelerated
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT, runnable
-from benchmark.picture import Panel
 from benchmark.timing import spread, take_turns, timed
 from decoding.drafters import ModelDrafter, NoDraft
 from decoding.policies import FixedLength
@@ -201,16 +200,3 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
     if model.trouble:
         rows.append({"decoder": model.trouble})
     return rows
-
-
-# With their panels of the picture
-SECTIONS = {
-    "shapes": (
-        measure_shape,
-        Panel("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
-    ),
-    "rounds": (
-        measure_rounds,
-        Panel("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
-    ),
-}

@@ -16,7 +16,7 @@ import torch
 from app.loaded import CONTEXT
 from app.options import Options
 from app.plan_file import GAMMA
-from app.sample import Sample, Slot
+from app.sample import Sample
 from app.session import Session
 from decoding.rounds import Round
 from weights.load import model_folder
@@ -40,12 +40,12 @@ class Case:
 @dataclass(frozen=True)
 class Written:
     """Tokens of a text, or of several, and for this project's texts their rounds. ``seconds`` are
-    those of decoding alone, where the reading of the prompt is not to be counted.
+    those of decoding alone, where the reading of the prompt is not to be counted; else 0.
     """
 
     texts: list[list[int]]
     rounds: list[Round] = field(default_factory=list)
-    seconds: float | None = None
+    seconds: float = 0.0
 
 
 Way = Callable[[Case], Written]
@@ -84,13 +84,13 @@ def begin(session: Session, options: Options, case: Case) -> Sample:
     return sample
 
 
-def write(session: Session, slot: Slot, options: Options, case: Case) -> Written:
-    """Return the text of a case, on a cache that all ways share."""
+def write(session: Session, options: Options, case: Case) -> Written:
+    """Return the text of a case, on the session's own cache."""
     sample = begin(session, options, case)
     if case.reads_prompt:
-        slot.tokens = []
-    rounds = [*session.rounds(sample, slot)]
-    return Written([sample.tokens], rounds, None if case.reads_prompt else sample.seconds)
+        session.slot_for(sample.source.longest).tokens = []
+    session.finish(sample)
+    return Written([sample.tokens], sample.rounds, 0.0 if case.reads_prompt else sample.seconds)
 
 
 def transformers_ways(

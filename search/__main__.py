@@ -25,7 +25,6 @@ from typing import Any
 
 import optuna
 from rich.console import Console
-from rich.progress import track
 
 from app.common.command_line import say
 from app.common.device import machine
@@ -39,7 +38,7 @@ from model.errors import InputError
 from model.plan import LOW_BITS, LayerPlan
 from search.acceptance import Calibration
 from search.confirm import confirm, result_table, write_result
-from search.costs import CostModel, kept_costs, measure_costs
+from search.costs import CostModel, kept_costs
 from search.plots import best_values, draw_search
 from search.study import (
     HEAD_KEY,
@@ -53,13 +52,12 @@ from search.study import (
     compare_samplers,
     early_exits,
     first_plans,
+    measure_importance,
     open_study,
     optimise,
     parameters,
-    plan_of,
     predictions_of,
     space_of,
-    sublayers,
 )
 from search.texts import Continuation, after_documents, plain_texts, read_prompts, split_texts
 from weights.load import model_fingerprint
@@ -83,11 +81,6 @@ OPTIONS: Groups = {
             "help": "the plan file to write, replaced if it exists (default: plan.json in the"
             " model's folder, or plan-STUDY.json where another search or a hand made that)",
         },
-        "--sampler": {
-            "choices": list(SAMPLERS),
-            "default": "tpe",
-            "help": "method that proposes plans",
-        },
         "--seed": {
             "type": within(int, 0, 2**31 - 1),
             "default": 0,
@@ -98,6 +91,11 @@ OPTIONS: Groups = {
             "type": Path,
             "metavar": "DIR",
             "help": "draw all plans tried and the importance of sublayers into this folder",
+        },
+        "--sampler": {
+            "choices": [*SAMPLERS],
+            "default": "tpe",
+            "help": "method that proposes plans",
         },
         "--compare-samplers": {
             "type": within(int, 0),
@@ -153,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
     shared = ("model", "device", "dtype", "max_new_tokens", "coupling", "temperature", "seed")
     session = Session(Options(**{name: getattr(options, name) for name in shared}))
     if options.context:
-        prompts = after_documents(session, prompts, options.context)
+        prompts = after_documents(session.tokenizer, prompts, options.context)
     settings = settings_of(session, options, prompts)
     study_name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     out = options.out or place_of_plan(session.folder, study_name)
@@ -244,17 +242,8 @@ def prepare(
     """Store costs, importances of sublayers and the first plans in a new study."""
     prompts = [text.prompt for text in texts]
     # The head may have every number of bits but 0.
-    costs = kept_costs(
-        study.study_name,
-        lambda: measure_costs(session, prompts, space[HEAD_KEY], space[WINDOW_KEY]),
-    )
-    full = LayerPlan.full(session.model.num_layers)
-    importance = {
-        name: 1 - calibration.acceptance(plan_of(parameters(full) | {name: 0}))
-        for name in track(
-            sublayers(full), "importance of each sublayer", console=Console(stderr=True)
-        )
-    }
+    costs = kept_costs(study.study_name, session, prompts, space[HEAD_KEY], space[WINDOW_KEY])
+    importance = measure_importance(session.model.num_layers, calibration.acceptance)
     study.set_user_attr("importance", importance)
     for plan in first_plans(importance, space):
         study.enqueue_trial(parameters(plan))

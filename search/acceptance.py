@@ -81,7 +81,7 @@ class TargetPass:
         self.cache = model.new_cache(self.length + count)
         self.last = model.hidden(self.context[None], self.cache)[:, -count:]
 
-    def drafted(self, model: Decoder, planned: PlannedBlocks, plan: LayerPlan) -> Tensor:
+    def drafted(self, planned: PlannedBlocks, plan: LayerPlan) -> Tensor:
         """Return the states ``[1, M, hidden]`` after the last layer of a draft's first step at each
         position.
 
@@ -97,8 +97,8 @@ class TargetPass:
             mask = causal_mask(own, keys, window, q.dtype, plan.window)
             return attend_masked(q, k, v, mask.masked_fill_(hidden, -torch.inf), **rest)
 
-        x = model.embed(self.context[None, own])
-        places = layer_positions(model.config, int(own[0]), len(own), x, attend)
+        x = planned.model.embed(self.context[None, own])
+        places = layer_positions(planned.model.config, int(own[0]), len(own), x, attend)
         for block, place in zip(planned.blocks(plan), places, strict=True):
             x = block(x, replace(place, start=self.length), self.cache)
         return x
@@ -116,8 +116,8 @@ class Calibration:
     def __init__(self, session: Session, texts: Sequence[Continuation]) -> None:
         self.model = session.model
         self.params = session.options.params
-        rules = {"ratio": accepted_by_ratio, "race": accepted_by_race}
-        self.accepted = rules[session.options.coupling or "race"]
+        by_race = session.options.rule.name == "race"
+        self.accepted = accepted_by_race if by_race else accepted_by_ratio
         self.planned = PlannedBlocks(self.model)
         self.passes = [TargetPass(self.model, text) for text in texts]
 
@@ -127,7 +127,7 @@ class Calibration:
         found = []
         head = self.planned.head(plan.head)
         for text in self.passes:
-            states = text.drafted(self.model, self.planned, plan)
+            states = text.drafted(self.planned, plan)
             p = distribution(self.model.logits(text.last)[0], text.context, self.params)
             q = distribution(self.model.logits(states, head)[0], text.context, self.params)
             found.append(self.accepted(p, q, text.written)[:, 0].double())

@@ -7,7 +7,7 @@ the difference of two timed plans. Knows nothing of acceptance.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from statistics import median
@@ -72,11 +72,10 @@ def probes(layers: int, bits: Collection[int], windows: Collection[int | None]) 
     with it all MLPs, or all attentions under each of the windows.
     """
     every = range(layers)
-    attentions = LayerPlan.skipping(layers, (), every)
     plans = [
         LayerPlan.skipping(layers, every, every),
         LayerPlan.skipping(layers, every, ()),
-        *(replace(attentions, window=window) for window in windows),
+        *(replace(LayerPlan.skipping(layers, (), every), window=window) for window in windows),
     ]
     return [plan.in_bits(width, width) for width in bits for plan in plans]
 
@@ -154,9 +153,15 @@ def measure_costs(
     return CostModel(parts, [cost[length] for length in range(LONGEST_DRAFT + 1)])
 
 
-def kept_costs(study: str, measure: Callable[[], CostModel]) -> CostModel:
-    """Return the costs of a study, measured once and kept for others of its name: with the same
-    costs a seed proposes the same plans.
+def kept_costs(
+    study: str,
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    bits: Collection[int],
+    windows: Collection[int | None],
+) -> CostModel:
+    """Return the costs of a study: see ``measure_costs``. They are measured once, and kept for
+    others of its name: with the same costs a seed proposes the same plans.
     """
     path = cache_folder() / "costs" / f"{study}.json"
     say(
@@ -164,5 +169,5 @@ def kept_costs(study: str, measure: Callable[[], CostModel]) -> CostModel:
         " to measure them again"
     )
     if not path.exists():
-        write_json(path, asdict(measure()))
+        write_json(path, asdict(measure_costs(session, prompts, bits, windows)))
     return CostModel(**read_json(path))

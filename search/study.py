@@ -18,18 +18,19 @@ from statistics import fmean
 from typing import NamedTuple
 
 import optuna
+from rich.console import Console
+from rich.progress import track
 
 from app.common.command_line import say
 from model.errors import explaining
-from model.plan import FULL, LayerPlan
+from model.plan import FULL, LOW_BITS, LayerPlan
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
 warnings.filterwarnings("ignore", category=FutureWarning)
 
+# One density per sublayer, since a search has too few trials for joint (multivariate) densities.
+# Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a small weight.
 SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
-    # One density per sublayer, since a search has too few trials for joint (multivariate)
-    # densities. Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a
-    # small weight.
     "tpe": partial(
         optuna.samplers.TPESampler,
         multivariate=False,
@@ -107,10 +108,24 @@ def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
             direction="maximize",
             load_if_exists=True,
         )
-        count = len(study.get_trials(deepcopy=False))
-    # does not repeat the draws of earlier trials
-    study.sampler = SAMPLERS[sampler](seed=seed + count)
+        # does not repeat the draws of earlier trials
+        study.sampler = SAMPLERS[sampler](seed=seed + len(study.get_trials(deepcopy=False)))
     return study
+
+
+def measure_importance(
+    num_layers: int, acceptance: Callable[[LayerPlan], float]
+) -> dict[str, float]:
+    """Return the importance of each sublayer by its name: the share of drafted tokens that are
+    rejected without it.
+    """
+    full = LayerPlan.full(num_layers)
+    return {
+        name: 1 - acceptance(plan_of(parameters(full) | {name: 0}))
+        for name in track(
+            sublayers(full), "importance of each sublayer", console=Console(stderr=True)
+        )
+    }
 
 
 def early_exits(num_layers: int) -> list[LayerPlan]:
@@ -121,8 +136,6 @@ def early_exits(num_layers: int) -> list[LayerPlan]:
 def thinned_plans(importance: Mapping[str, float]) -> list[LayerPlan]:
     """Return the plans that skip the least important sublayer, the two least important, and so on
     up to all.
-
-    ``importance`` of each sublayer: the share of drafted tokens that are rejected without it.
     """
     full = parameters(LayerPlan.full(len(importance) // 2))
     order = sorted(importance, key=lambda name: (importance[name], name))
@@ -136,16 +149,19 @@ def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan
     window, and the first two kinds in the fewest bits.
     """
     full = LayerPlan.full(len(importance) // 2)
+    exits = early_exits(full.num_layers)
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
-    kinds = early_exits(full.num_layers), thinned
-    low = sorted({*space[HEAD_KEY]} - {FULL})
+    low = [bits for bits in LOW_BITS if bits in space[HEAD_KEY]]
     uniform = [*(full.in_bits(bits, head=low[-1]) for bits in low), full]
     windowed = [replace(plan, window=window) for window in space[WINDOW_KEY] for plan in uniform]
-    rounded = [[plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in kinds if low]
+    rounded = [
+        [plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in (exits, thinned) if low
+    ]
+    in_turn = chain(*zip_longest(exits, thinned, windowed, *rounded))
     return [
         plan
-        for plan in dict.fromkeys(filter(None, chain(*zip_longest(*kinds, windowed, *rounded))))
+        for plan in dict.fromkeys(filter(None, in_turn))
         if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
     ]
 

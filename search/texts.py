@@ -14,6 +14,7 @@ from pathlib import Path
 from app.common.files import read_text
 from app.session import Session
 from model.errors import InputError
+from weights.tokenizer import Tokenizer
 
 PROMPTS: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("prompts.json").read_text(encoding="utf-8")
@@ -37,21 +38,22 @@ def read_prompts(file: Path | None) -> list[str]:
     return [*dict.fromkeys(line for line in lines if line.strip())]
 
 
-def after_documents(session: Session, requests: Sequence[str], length: int) -> list[str]:
+def after_documents(tokenizer: Tokenizer, requests: Sequence[str], length: int) -> list[str]:
     """Return long prompts: each is a part of this project's documents of ``length`` tokens, with a
     request after it. The parts differ. An edited document makes other prompts, and so begins
     another study.
 
-    Raises InputError where the documents are shorter, and where only the program is installed.
+    Raises InputError where the documents are shorter; a program without its checkout has none.
     """
-    texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md")))
-    if not texts:
-        raise InputError("--context needs the documents, which only the checkout has")
-    tokens = session.tokenizer.encode(texts)
+    texts = [path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md"))]
+    tokens = tokenizer.encode("\n\n".join(texts))
     if length > len(tokens):
-        raise InputError(f"--context {length}: the documents have {len(tokens)} tokens: give fewer")
+        raise InputError(
+            f"--context {length}: the documents have {len(tokens)} tokens, and only the checkout"
+            " has them: give fewer"
+        )
     begins = [number * (len(tokens) - length) // len(requests) for number in range(len(requests))]
-    parts = [session.tokenizer.decode(tokens[begin : begin + length]) for begin in begins]
+    parts = [tokenizer.decode(tokens[begin : begin + length]) for begin in begins]
     return [f"{part}\n\n{request}" for part, request in zip(parts, requests, strict=True)]
 
 

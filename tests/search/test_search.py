@@ -32,6 +32,7 @@ from search.study import (
     early_exits,
     finished,
     first_plans,
+    measure_importance,
     open_study,
     parameters,
     plan_of,
@@ -180,11 +181,7 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
         rate = calibration.acceptance(plan)
         return Prediction(*COSTS.best(rate, COSTS.step(plan)), rate)
 
-    full = LayerPlan.full(3)
-    importance = {
-        name: 1 - calibration.acceptance(plan_of({**parameters(full), name: 0}))
-        for name in sublayers(full)
-    }
+    importance = measure_importance(3, calibration.acceptance)
     space = space_of(3, [0])
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
     first = first_plans(importance, space)
@@ -227,8 +224,7 @@ def test_the_first_plans_come_first_and_a_seed_proposes_the_same_plans_after_the
     runs = []
     for _ in range(2):
         predict = Mock(side_effect=toy)
-        sample = SAMPLERS[sampler](seed=3)
-        curve = best_so_far(predict, space_of(1, [0, 4], [7]), first, 40, sample)
+        curve = best_so_far(predict, space_of(1, [0, 4], [7]), first, 40, SAMPLERS[sampler](seed=3))
         assert curve == sorted(curve) and len(curve) == 40
         runs.append([call.args[0] for call in predict.call_args_list])
     tried, again = runs
@@ -291,7 +287,7 @@ def arguments(folder: Path, *more: object) -> list[str]:
 
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "measure_costs", lambda *how: COSTS)
+    monkeypatch.setattr(costs, "measure_costs", lambda *how: COSTS)
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -356,7 +352,9 @@ def test_costs_are_measured_once_for_all_studies_of_a_name(
 ) -> None:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     measured = iter([COSTS])
-    assert [costs.kept_costs("a study", lambda: next(measured)) for _ in range(2)] == [COSTS] * 2
+    monkeypatch.setattr(costs, "measure_costs", lambda *how: next(measured))
+    found = [costs.kept_costs("a study", None, [], [], []) for _ in range(2)]
+    assert found == [COSTS] * 2
 
 
 @pytest.mark.parametrize(("context", "windows"), [(20, [None]), (80, [None, 7])])
