@@ -36,7 +36,6 @@ from weights.checkpoint import (
     TOKENIZER_FILES,
     WHOLE,
     StoredTensor,
-    bytes_of,
     indexed_files,
     refuse_other_formats,
     stored_tensors,
@@ -47,12 +46,8 @@ if TYPE_CHECKING:
     from model.parallel import Shard
 
 WEIGHTS = Path(__file__).parent
-DTYPES = {  # by their names on a command line
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+# by their names on a command line
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.values()}
 CONFIG = "config.json"
 DOWNLOADED = [CONFIG, INDEX, WHOLE, *TOKENIZER_FILES]  # from the hub, before any shards
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -236,13 +231,12 @@ def wanted_tensors(
     )
     with torch.device("meta"), explaining(trouble, (RuntimeError,)):
         model = build(config)
-        others = sorted(stored.keys() - model.state_dict().keys())
-        wanted = {name: tensor for name, tensor in stored.items() if name not in others}
+        wanted = {name: stored[name] for name in model.state_dict() if name in stored}
         # raises where names or shapes are others
         model.load_state_dict(
             {name: torch.empty(each.shape, dtype=each.dtype) for name, each in wanted.items()}
         )
-    if others:
+    if others := sorted(stored.keys() - wanted.keys()):
         names = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         say(f"{folder.name} stores tensors that this model does not read: {names}")
     return wanted
@@ -259,7 +253,7 @@ def model_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256(json.dumps(read_json(folder / CONFIG), sort_keys=True).encode())
     for name, tensor in sorted(stored_tensors(folder, read_config(folder)).items()):
         digest.update(f"{name} {tensor.shape} {STORED_DTYPES.get(tensor.stored_as)}".encode())
-        stored = bytes_of(tensor.mapped())
+        stored = tensor.mapped().view(-1).view(torch.uint8).numpy()
         for sample in range(SAMPLES):
             begin = max(0, len(stored) - SAMPLE_BYTES) * sample // (SAMPLES - 1)
             digest.update(stored[begin : begin + SAMPLE_BYTES])

@@ -2,7 +2,6 @@
 a user types.
 """
 
-import io
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import transformers
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -25,7 +23,6 @@ from tokenizers import (
     trainers,
 )
 from tokenizers import Tokenizer as Library
-from transformers.tokenization_utils_base import generate_merges
 
 from app.common.files import read_optional_json
 from tests.refusal import refusal
@@ -41,6 +38,7 @@ CORPUS = [
     "Füchse und Hunde: naïve façade — «café» œuvre, ελληνικά, русский, 日本語.",
 ] * 8
 GEMMA_CONTROL = ["<start_of_turn>", "<end_of_turn>"]
+GEMMA_TEXT = ["\n\n", "▁▁", "<b>"]  # added tokens that are text
 GEMMA_TURNS = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'system' %}{{ raise_exception('there is no system role') }}{% endif %}"
@@ -64,63 +62,39 @@ def write(folder: Path, **settings_: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
 
 
-def sentencepiece_model(model_type: str = "bpe", **options: Any) -> bytes:
-    out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=out,
-        model_type=model_type,
-        vocab_size=420,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        minloglevel=2,
-        **options,
+Bpe = tuple[dict[str, int], list[tuple[str, str]]]  # vocabulary and merges
+
+
+def sentencepiece_bpe(*control: str) -> Bpe:
+    """One in the spelling of sentencepiece, which begins with these control tokens."""
+    library = Library(models.BPE())
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=[*control, *bytes_], show_progress=False
     )
-    return out.getvalue()
+    library.train_from_iterator(CORPUS, trainer)
+    model = json.loads(library.to_str())["model"]
+    merges = map(tuple, model["merges"])
+    return model["vocab"], [each for each in merges if "".join(each) not in control]
 
 
 @cache
-def llama_2_model() -> bytes:
-    return sentencepiece_model(unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
+def llama_2_bpe() -> Bpe:
+    return sentencepiece_bpe("<unk>", "<s>", "</s>")
 
 
 @cache
-def gemma_model() -> bytes:
-    return sentencepiece_model(
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        pad_piece="<pad>",
-        eos_piece="<eos>",
-        bos_piece="<bos>",
-        add_dummy_prefix=False,
-        user_defined_symbols=[*GEMMA_CONTROL, "\n\n", "▁▁", "<b>"],
-    )
-
-
-def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a sentencepiece model, as the tokenizers library wants them."""
-    library = sentencepiece.SentencePieceProcessor(model_proto=model)
-    vocabulary = {library.IdToPiece(number): number for number in range(library.GetPieceSize())}
-    return vocabulary, generate_merges(vocabulary)
-
-
-def llama_2_sentencepiece(folder: Path) -> None:
-    (folder / "tokenizer.model").write_bytes(llama_2_model())
-    write(
-        folder, add_bos_token=True, bos_token="<s>", eos_token="</s>", chat_template=LLAMA_2_TURNS
-    )
+def gemma_bpe() -> Bpe:
+    return sentencepiece_bpe("<pad>", "<eos>", "<bos>", "<unk>", *GEMMA_CONTROL, *GEMMA_TEXT)
 
 
 def llama_2_json(
     folder: Path, added: tuple[AddedToken, ...] = (), chat_template: str = LLAMA_2_TURNS
 ) -> None:
     """As transformers 4 converted it: a normalizer puts the mark before every stretch of text."""
-    vocabulary, merges = bpe_of(llama_2_model())
+    vocabulary, merges = llama_2_bpe()
     library = Library(
         models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
@@ -168,36 +142,18 @@ def phi_3(folder: Path) -> None:
 def save_by_transformers_5(
     folder: Path,
     kind: type[transformers.PreTrainedTokenizerFast],
-    model: bytes,
+    bpe: Bpe,
     turns: str,
     control: Sequence[str] = (),
     added: Sequence[str] = (),
     **options: str,
 ) -> None:
-    vocabulary, merges = bpe_of(model)
+    vocabulary, merges = bpe
     tokenizer = kind(vocab=vocabulary, merges=merges, add_bos_token=True, **options)
     tokenizer.add_special_tokens({"additional_special_tokens": [*control]})
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in added])
     tokenizer.chat_template = turns
     tokenizer.save_pretrained(folder)
-
-
-def gemma_sentencepiece(folder: Path) -> None:
-    (folder / "tokenizer.model").write_bytes(gemma_model())
-    write(
-        folder,
-        add_bos_token=True,
-        added_tokens_decoder={
-            "4": {"content": GEMMA_CONTROL[0], "special": True},
-            "5": {"content": GEMMA_CONTROL[1], "special": True},
-            "6": {"content": "\n\n", "special": False},
-        },
-        chat_template=GEMMA_TURNS,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-    )
 
 
 def llama_3(folder: Path) -> None:
@@ -241,29 +197,23 @@ def llama_3(folder: Path) -> None:
 
 
 KINDS = {
-    "llama-2, sentencepiece": llama_2_sentencepiece,
     "llama-2, json": llama_2_json,
     "llama-2, transformers 5": lambda folder: save_by_transformers_5(
-        folder, transformers.LlamaTokenizer, llama_2_model(), LLAMA_2_TURNS
+        folder, transformers.LlamaTokenizer, llama_2_bpe(), LLAMA_2_TURNS
     ),
-    "gemma, sentencepiece": gemma_sentencepiece,
     "gemma, json": lambda folder: save_by_transformers_5(
         folder,
         transformers.GemmaTokenizer,
-        gemma_model(),
+        gemma_bpe(),
         GEMMA_TURNS,
         GEMMA_CONTROL,
-        ["\n\n", "▁▁", "<b>"],
+        GEMMA_TEXT,
         mask_token="<unk>",
     ),
     "llama-3": llama_3,
     "phi-3": phi_3,
     "smollm2": lambda folder: copy_of(fetch(), folder),
     "of train.py": lambda folder: train_tokenizer(CORPUS, 300, folder),
-}
-SENTENCEPIECE_TWIN = {
-    "llama-2, sentencepiece": "llama-2, json",
-    "gemma, sentencepiece": "gemma, json",
 }
 OF_WORD_ENDS = {
     "model": {"type": "BPE", "end_of_word_suffix": "</w>", "vocab": {"e</w>": 0}, "merges": []},
@@ -317,11 +267,8 @@ def changed(folders: dict[str, Path], tmp_path: Path) -> Callable[..., Tokenizer
 
 @pytest.fixture(scope="module")
 def oracle(folders: dict[str, Path], kind: str) -> Any:
-    """transformers' tokenizer of the kind. It cannot read tokenizer.model alone, so the twin in
-    json stands in.
-    """
-    twin = folders[SENTENCEPIECE_TWIN.get(kind, kind)]
-    return transformers.PreTrainedTokenizerFast.from_pretrained(twin)
+    """transformers' tokenizer of the kind."""
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folders[kind])
 
 
 @every_kind
@@ -347,23 +294,6 @@ def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(
     assert b"".join(map(tokenizer.token_bytes, ids)) == space + text.encode()
     inside = tokenizer.encode_continuation(text)
     assert b"".join(map(tokenizer.token_bytes, inside)) == text.encode()
-
-
-@pytest.mark.parametrize(
-    ("kind", "model"),
-    [("llama-2, sentencepiece", llama_2_model), ("gemma, sentencepiece", gemma_model)],
-    scope="module",
-)
-@settings(max_examples=150)
-@given(
-    text=st.lists(
-        fragments | st.sampled_from([*CORPUS, "▁", "<b>", "</s>"]) | st.text(max_size=6)
-    ).map("".join)
-)
-def test_ids_of_a_text_are_those_of_the_sentencepiece_library(tokenizer, model, text):
-    """Its own, but for the names of control tokens, which no text here holds."""
-    library = sentencepiece.SentencePieceProcessor(model_proto=model())
-    assert tokenizer.encode_parts(text) == library.EncodeAsIds(text)
 
 
 @every_kind
@@ -521,19 +451,16 @@ def test_a_template_is_rendered_as_its_authors_expect(
         ({}, {"<|eot_id|>"}),
     ],
 )
-def test_a_text_ends_at_every_id_that_the_folder_names(changed, tmp_path, files, expected, capsys):
-    """A line says so where the template's end of turn is none of them."""
+def test_a_text_ends_at_every_id_that_the_folder_names(changed, tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = changed()
     assert tokenizer.eos_ids == {tokenizer.special.get(end, end) for end in expected}
-    said = f"add {tokenizer.special['<|eot_id|>']} to eos_token_id in its generation_config.json"
-    assert (said in capsys.readouterr().err) == ("<|eot_id|>" not in expected)
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("llama-2, sentencepiece", "<|im_end|>"), ("gemma, json", "<b>")],
+    [("llama-2, json", "<|im_end|>"), ("gemma, json", "<b>")],
     scope="module",
 )
 def test_tokens_that_the_settings_add_or_list_are_control_tokens(
@@ -558,7 +485,7 @@ def test_tokens_that_the_settings_add_or_list_are_control_tokens(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, "holds no tokenizer.json and no tokenizer.model"),
+        ("tokenizer.json", None, "holds no tokenizer.json: fetch it again"),
         ("tokenizer.json", b'{"version": ', "tokenizer.json is not a tokenizer that can be read"),
         ("tokenizer.json", OF_WORD_ENDS, KINDS_OF_DECODER),
         (
@@ -603,8 +530,3 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, name, content, m
     if content is not None:
         path.write_bytes(content)
     assert message in refusal(Tokenizer, tmp_path)
-
-
-def test_a_sentencepiece_file_without_merges_is_refused(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model("unigram"))
-    assert "tokenizer.model is no byte-pair encoding" in refusal(Tokenizer, tmp_path)
