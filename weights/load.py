@@ -169,6 +169,11 @@ def config_of_weights(folder: Path, dtype: torch.dtype) -> ModelConfig:
     return replace(config, tie_embeddings=torch.equal(embedding, head))
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of a checkpoint's embedding."""
+    return stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
+
+
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     """Return the dtype of a name in DTYPES; "auto" is that of the checkpoint's embedding.
 
@@ -176,13 +181,12 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     and float16 in place of bfloat16 on an old GPU, or float32 for Gemma, whose activations exceed
     float16's range. A line says so, also where the slow dtype was asked for.
     """
-    config = read_config(folder)
-    dtype = DTYPES.get(name) or stored_tensors(folder, config)[EMBEDDING].dtype
+    dtype = DTYPES.get(name) or stored_dtype(folder)
     if dtype == torch.float16 and device.type == "cpu":
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):
         slow = torch.cuda.get_device_name(device)
-        faster = "float32" if config.block == "gemma2" else "float16"
+        faster = "float32" if read_config(folder).block == "gemma2" else "float16"
     else:
         return dtype
     remedy = f"--dtype {faster} is faster" if name in DTYPES else f"the model runs in {faster}"
@@ -201,13 +205,11 @@ def load_model(
     ``dtype`` None is the checkpoint's. With a ``shard`` of ``config_of_weights``, only that
     part of the weights is read. Raises InputError for anything wrong with the folder.
     """
-    described = read_config(folder)
-    stored = stored_tensors(folder, described)
-    dtype = dtype or stored[EMBEDDING].dtype
+    dtype = dtype or stored_dtype(folder)
     config = config_of_weights(folder, dtype)
-    if config != described:
+    if config != read_config(folder):
         say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
-    wanted = wanted_tensors(folder, config, stored)
+    wanted = wanted_tensors(folder, config)
     with torch.device("meta"):
         model = build(shard.local if shard else config)
     state = {
@@ -218,13 +220,12 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def wanted_tensors(
-    folder: Path, config: ModelConfig, stored: dict[str, StoredTensor]
-) -> dict[str, StoredTensor]:
+def wanted_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the stored tensors that the model has. A line names the others, such as masks.
 
     Raises InputError where one is missing or has another shape than the config describes.
     """
+    stored = stored_tensors(folder, config)
     trouble = (
         f"the weights in {folder} are not those that its config.json describes, fetch or export"
         " both again"

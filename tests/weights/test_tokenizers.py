@@ -1,6 +1,4 @@
-"""Tokenizers of both families: ids and texts as the libraries and transformers have them, whatever
-a user types.
-"""
+"""Tokenizers of both families: ids and texts as transformers has them, whatever a user types."""
 
 import json
 from collections.abc import Callable, Sequence
