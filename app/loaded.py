@@ -30,7 +30,6 @@ from weights.load import (
     load_model,
     model_folder,
     pick_dtype,
-    read_config,
     shown_name,
 )
 from weights.memory import Memory, check_fits, estimate, has_memory_for, low_bit_bytes
@@ -103,16 +102,18 @@ class LoadedModel:
         """
         options = self.options
         chosen = self.plan_for(options)
-        of_draft = options.draft_model and read_config(model_folder(options.draft_model))
+        of_draft = options.draft_model and config_of_weights(
+            model_folder(options.draft_model), self.dtype
+        )
         return estimate(
             self.local_config,
             dtype=self.dtype,
             positions=positions,
+            device=self.device,
             prompt=prompt,
             draft_config=of_draft,
             longest_draft=LONGEST_DRAFT if options.gamma is None else options.gamma,
             plan=chosen.plan if chosen and options.draft != "auto" else None,
-            fast_on=self.device,
         )
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:

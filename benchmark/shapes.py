@@ -98,8 +98,8 @@ def shape_model(shape: str, dtype: torch.dtype, device: torch.device, positions:
     InputError where it does not fit into memory with a cache of these ``positions``.
     """
     config = config_of(shape)
-    sizes = {"prompt": positions, "longest_draft": LONGEST_DRAFT, "fast_on": device}
-    check_fits(estimate(config, dtype, positions, **sizes), device)
+    sizes = {"prompt": positions, "longest_draft": LONGEST_DRAFT}
+    check_fits(estimate(config, dtype, positions, device, **sizes), device)
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
     model = model.to_empty(device=device).requires_grad_(False).eval()

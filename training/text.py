@@ -11,7 +11,7 @@ import torch
 from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 
-from app.common.files import atomic_path, read_json_lines, write_json
+from app.common.files import read_json_lines, write_json
 from model.errors import InputError
 from weights.tokenizer import Tokenizer
 from weights.tokenizer_files import begin_with, byte_level_tokenizer
@@ -69,8 +69,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> 
     tokenizer.train_from_iterator(documents, trainer)
     begin_with({BEGIN: 0}, tokenizer)
     write_json(folder / "tokenizer_config.json", TOKENIZER_SETTINGS)
-    with atomic_path(folder / "tokenizer.json") as temporary:
-        tokenizer.save(str(temporary))
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 class Rows:

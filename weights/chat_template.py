@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from jinja2.ext import loopcontrols
@@ -32,10 +33,9 @@ def render(
     messages: Sequence[Mapping[str, str]],
     names: Mapping[str, str],
     variables: Mapping[str, Any],
-    *,
-    add_generation_prompt: bool = True,
 ) -> str:
-    """Return the text of a conversation, with ``names`` of control tokens by role.
+    """Return the text of a conversation up to the beginning of an answer, with ``names`` of control
+    tokens by role.
 
     ``variables`` are more of the template's, such as "enable_thinking". Raises InputError if the
     template fails, refuses the conversation or does not read a variable.
@@ -47,7 +47,7 @@ def render(
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja escapes HTML
     # a template can raise any error
     with explaining("the model's chat template fails", (Exception,)):
         source = GENERATION_TAG.sub(r"\1with\2", template)  # both are a scope
@@ -57,7 +57,7 @@ def render(
             )
         text = environment.from_string(source).render(
             messages=messages,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=True,
             tools=None,
             documents=None,
             raise_exception=refuse,
@@ -67,8 +67,3 @@ def render(
         )
         text.encode()  # fails for half of a surrogate pair
         return text
-
-
-def to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
-    """Return JSON, as the filter of transformers does: Jinja's own escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **more)

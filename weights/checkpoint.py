@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -68,22 +67,12 @@ class StoredTensor:
     def read(self, cut: tuple[int, range] | None = None) -> Tensor:
         """Return a copy of the tensor, or of the part that ``cut`` selects: a dimension, and the
         indices there.
-
-        NumPy copies a whole tensor, in one thread. Torch would start its threads, which wait long
-        for each other beside other programs.
         """
         tensor = self.mapped()
         if cut is not None:
             dimension, part = cut
-            return tensor.narrow(dimension, part.start, len(part)).clone()
-        copy = torch.empty_like(tensor)
-        np.copyto(bytes_of(copy), bytes_of(tensor))
-        return copy
-
-
-def bytes_of(tensor: Tensor) -> np.ndarray:
-    """Return the bytes ``[n]`` of a tensor, in its memory."""
-    return tensor.view(-1).view(torch.uint8).numpy()
+            tensor = tensor.narrow(dimension, part.start, len(part))
+        return tensor.clone()
 
 
 def stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -96,11 +85,9 @@ def stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]
     files = [folder / WHOLE] if (folder / WHOLE).exists() else indexed_files(folder)
     if not files:
         refuse_other_formats(folder)
-        names_none = (folder / INDEX).exists()
-        lack = "names no files in its" if names_none else f"holds no {WHOLE} and no"
         raise InputError(
-            f"{folder} {lack} index of shards: fetch it again, or convert its weights with"
-            " save_pretrained of transformers"
+            f"{folder} holds no {WHOLE} and no index that names shards: fetch it again, or convert"
+            " its weights with save_pretrained of transformers"
         )
     tensors = {
         tensor.name.removeprefix("model."): tensor for path in files for tensor in read_header(path)

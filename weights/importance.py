@@ -55,9 +55,9 @@ def importance_file(model: Decoder, folder: Path) -> Path:
     dtype = str(model.dtype).removeprefix("torch.")
     # The files rather than the encoded prompts: a chat template may write today's date.
     tokenizer = filter(Path.is_file, chain.from_iterable(map(folder.glob, TOKENIZER_FILES)))
-    name = f"{model_fingerprint(folder)}-{dtype}"
-    name += f"-{version([Path(__file__), PROMPTS_FILE, *tokenizer])}"
-    return cache_folder() / "importance" / f"{name}.safetensors"
+    sources = version([Path(__file__), PROMPTS_FILE, *tokenizer])
+    name = f"{model_fingerprint(folder)}-{dtype}-{sources}.safetensors"
+    return cache_folder() / "importance" / name
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:

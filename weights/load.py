@@ -35,7 +35,6 @@ from weights.checkpoint import (
     TOKENIZER_FILES,
     WHOLE,
     StoredTensor,
-    bytes_of,
     indexed_files,
     refuse_other_formats,
     stored_tensors,
@@ -46,12 +45,8 @@ if TYPE_CHECKING:
     from model.parallel import Shard
 
 WEIGHTS = Path(__file__).parent
-DTYPES = {  # by their names on a command line
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+# by their names on a command line
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.values()}
 CONFIG = "config.json"
 DOWNLOADED = [CONFIG, INDEX, WHOLE, *TOKENIZER_FILES]  # from the hub, before any shards
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -173,6 +168,11 @@ def config_of_weights(folder: Path, dtype: torch.dtype) -> ModelConfig:
     return replace(config, tie_embeddings=torch.equal(embedding, head))
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of a checkpoint's embedding."""
+    return stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
+
+
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     """Return the dtype of a name in DTYPES; "auto" is that of the checkpoint's embedding.
 
@@ -180,13 +180,12 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     and float16 in place of bfloat16 on an old GPU, or float32 for Gemma, whose activations exceed
     float16's range. A line says so, also where the slow dtype was asked for.
     """
-    config = read_config(folder)
-    dtype = DTYPES.get(name) or stored_tensors(folder, config)[EMBEDDING].dtype
+    dtype = DTYPES.get(name) or stored_dtype(folder)
     if dtype == torch.float16 and device.type == "cpu":
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):
         slow = torch.cuda.get_device_name(device)
-        faster = "float32" if config.family.block == "gemma2" else "float16"
+        faster = "float32" if read_config(folder).family.block == "gemma2" else "float16"
     else:
         return dtype
     remedy = f"--dtype {faster} is faster" if name in DTYPES else f"the model runs in {faster}"
@@ -205,13 +204,11 @@ def load_model(
     ``dtype`` None is the checkpoint's. With a ``shard`` of ``config_of_weights``, only that
     part of the weights is read. Raises InputError for anything wrong with the folder.
     """
-    described = read_config(folder)
-    stored = stored_tensors(folder, described)
-    dtype = dtype or stored[EMBEDDING].dtype
+    dtype = dtype or stored_dtype(folder)
     config = config_of_weights(folder, dtype)
-    if config != described:
+    if config != read_config(folder):
         say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
-    wanted = wanted_tensors(folder, config, stored)
+    wanted = wanted_tensors(folder, config)
     with torch.device("meta"):
         model = Decoder(shard.local if shard else config)
     state = {
@@ -222,26 +219,24 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def wanted_tensors(
-    folder: Path, config: ModelConfig, stored: dict[str, StoredTensor]
-) -> dict[str, StoredTensor]:
+def wanted_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the stored tensors that the model has. A line names the others, such as masks.
 
     Raises InputError where one is missing or has another shape than the config describes.
     """
+    stored = stored_tensors(folder, config)
     trouble = (
         f"the weights in {folder} are not those that its config.json describes, fetch or export"
         " both again"
     )
     with torch.device("meta"), explaining(trouble, (RuntimeError,)):
         model = Decoder(config)
-        others = sorted(stored.keys() - model.state_dict().keys())
-        wanted = {name: tensor for name, tensor in stored.items() if name not in others}
+        wanted = {name: stored[name] for name in model.state_dict() if name in stored}
         # raises where names or shapes are others
         model.load_state_dict(
             {name: torch.empty(each.shape, dtype=each.dtype) for name, each in wanted.items()}
         )
-    if others:
+    if others := sorted(stored.keys() - wanted.keys()):
         names = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         say(f"{folder.name} stores tensors that this model does not read: {names}")
     return wanted
@@ -258,7 +253,7 @@ def model_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256(json.dumps(read_json(folder / CONFIG), sort_keys=True).encode())
     for name, tensor in sorted(stored_tensors(folder, read_config(folder)).items()):
         digest.update(f"{name} {tensor.shape} {STORED_DTYPES.get(tensor.stored_as)}".encode())
-        stored = bytes_of(tensor.mapped())
+        stored = tensor.mapped().view(-1).view(torch.uint8).numpy()
         for sample in range(SAMPLES):
             begin = max(0, len(stored) - SAMPLE_BYTES) * sample // (SAMPLES - 1)
             digest.update(stored[begin : begin + SAMPLE_BYTES])

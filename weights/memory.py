@@ -51,22 +51,21 @@ def estimate(
     config: ModelConfig,
     dtype: torch.dtype,
     positions: int,
+    device: torch.device,
     *,
     prompt: int,
     longest_draft: int,
     draft_config: ModelConfig | None = None,
-    fast_on: torch.device | None = None,
     plan: LayerPlan | None = None,
 ) -> Memory:
     """Return the memory for decoding a text of up to ``positions`` tokens, a prompt of
     ``prompt`` tokens among them.
 
     A draft has up to ``longest_draft`` tokens. ``draft_config`` is that of a separate draft model,
-    ``plan`` the layer plan of a draft by the target itself. ``fast_on`` is the device of a model
-    that ``model.fast`` prepares.
+    ``plan`` the layer plan of a draft by the target itself.
     """
     models = [config, draft_config] if draft_config else [config]
-    on_gpu = fast_on is not None and fast_on.type != "cpu"
+    on_gpu = device.type != "cpu"
     entries = static_capacity(positions) if on_gpu else positions
     keys_and_values = sum(
         2 * each.num_layers * each.num_kv_heads * each.head_dim for each in models
@@ -86,7 +85,7 @@ def estimate(
         workspace=max(layer, scores, logits),
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
-        buffers=0 if fast_on is None else GPU_BUFFERS if on_gpu else CPU_BUFFERS,
+        buffers=GPU_BUFFERS if on_gpu else CPU_BUFFERS,
     )
 
 

@@ -1,33 +1,32 @@
 """Tokenizers: text to token ids and back, for plain texts and for conversations.
 
 A text is encoded by the tokenizers library, and decoded by the bytes of each token. Knows nothing
-of files' formats, which ``tokenizer_files`` reads, and of Jinja, which ``chat_template`` renders.
+of the fields of files, which ``tokenizer_files`` reads, and of Jinja, which ``chat_template``
+renders.
 """
 
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from app.common.command_line import say
 from app.common.files import read_optional_json, read_text
 from model.errors import InputError, explaining
 from weights.chat_template import default_template, render
 from weights.tokenizer_files import (
-    SPELLINGS,
+    BYTE_LEVEL_SPACE,
+    SPACE_MARK,
     begin_with,
     control_tokens,
     ending_ids,
     named_tokens,
     pieces_of,
     read_library,
-    spelling_of,
     tokenizer_file,
 )
 
@@ -54,7 +53,7 @@ class Tokenizer:
 
     ``library``       the tokenizer that encodes and decodes, and ``normalise`` the function that a
                       text passes before it
-    ``spelling``      how pieces spell bytes
+    ``is_byte_level`` whether pieces have a character per byte: else they are sentencepiece's
     ``adds_space``    whether encoding puts a space before the text
     ``finder``        a tokenizer that finds names of added tokens only, by the rules of each: which
                       blanks belong to it, and where it counts
@@ -79,22 +78,17 @@ class Tokenizer:
             self.chat_template = default_template(settings.get("chat_template"))
         if (folder / "chat_template.jinja").exists():
             self.chat_template = read_text(folder / "chat_template.jinja")
-        # characters without a meaning
-        self.placeholder = "".join(chr(secrets.choice(range(0xE000, 0xF900))) for _ in range(12))
-        # raised by the libraries
+        # raised by the library
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
             self._read_tokens(path, listed)
-            # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
-            wants_bos = settings.get("add_bos_token")
-            if wants_bos is not None:
-                bos = self.names["bos_token"] if wants_bos else ""
-                begin_with({bos: self.special[bos]} if bos in self.special else {}, self.library)
+        # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
+        wants_bos = settings.get("add_bos_token")
+        if wants_bos is not None:
+            bos = self.names["bos_token"] if wants_bos else ""
+            begin_with({bos: self.special[bos]} if bos in self.special else {}, self.library)
         longest_first = sorted(self.special, key=len, reverse=True)
         self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        named = self.special.get(self.names["eos_token"])
-        self.eos_ids = ending_ids(folder, frozenset({named} - {None}))
-        if self.chat_template is not None:
-            self._check_end_of_turn(folder)
+        self.eos_ids = ending_ids(folder, self.special.get(self.names["eos_token"]))
 
     def _read_tokens(self, path: Path, listed: Mapping[int, AddedToken]) -> None:
         """Read a tokenizer file, with the control tokens that tokenizer_config.json has ``listed``.
@@ -107,34 +101,19 @@ class Tokenizer:
         self.finder = tokenizers.Tokenizer(models.BPE())
         self.finder.add_tokens([*added.values(), *listed.values()])  # the last of a name counts
         decoder = self.library.decoder or decoders.Fuse()
-        self.spelling = spelling_of(decoder)
-        self.adds_space = decoder.decode([self.spelling.space + "a"]) == "a"
-        self.pieces = pieces_of(vocabulary, added, self.special, self.spelling)
+        self.is_byte_level = decoder.decode(["a", BYTE_LEVEL_SPACE]) == "a "
+        space = BYTE_LEVEL_SPACE if self.is_byte_level else SPACE_MARK
+        self.adds_space = decoder.decode([space + "a"]) == "a"
+        self.pieces = pieces_of(vocabulary, added, self.special, self.is_byte_level)
         sample = [each for each in self.library.encode(SAMPLE).ids if each not in added]
         if self.decode(sample) != self.library.decode(sample):
             raise InputError(
-                f"{path}: its decoder is none of the kinds that this project reads,"
-                f" {' and '.join(type(each).__name__ for each in SPELLINGS)}: use a model with one"
+                f"{path}: its decoder is none of the kinds that this project reads, ByteLevel and"
+                " Sentencepiece: use a model with one"
             )
-        # The model does not have this token: its vocabulary was read before.
+        # Characters without a meaning. The model does not have this token: its vocabulary was read.
+        self.placeholder = "".join(chr(secrets.choice(range(0xE000, 0xF900))) for _ in range(12))
         self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
-
-    def _check_end_of_turn(self, folder: Path) -> None:
-        """Print a line where the chat template ends answers with a token that ends no text."""
-        turns = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": self.placeholder},
-        ]
-        text = ""
-        with suppress(InputError):
-            text = render(self.chat_template, turns, self.names, {}, add_generation_prompt=False)
-        _, _, rest = text.partition(self.placeholder)
-        end = next((part for part in self._split(rest) if isinstance(part, int)), None)
-        if end is not None and end not in self.eos_ids:
-            say(
-                f"{folder.name}: answers do not end at the chat template's end of turn: to end them"
-                f" there, add {end} to eos_token_id in its generation_config.json"
-            )
 
     def encode(self, text: str, *, find_names: bool = False) -> list[int]:
         """Return the token ids of a plain text, after a beginning-of-text token where one is
@@ -145,7 +124,10 @@ class Tokenizer:
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the token ids of a text that continues another one, with nothing before it."""
-        return self.spelling.encode_continuation(self.library, text)
+        if self.is_byte_level:
+            return self.library.encode(text, add_special_tokens=False).ids
+        marked = text.replace(" ", SPACE_MARK)
+        return [piece.id for piece in self.library.model.tokenize(marked)]
 
     def encode_parts(self, *parts: int | str, begin: bool = False) -> list[int]:
         """Return the token ids of parts: texts, and control tokens given as ids.

@@ -1,8 +1,8 @@
-"""Tokenizer files: two kinds, read into the tokenizers library, and the bytes of their pieces.
+"""Tokenizer files: what they say of pieces, of control tokens and of the end of a text.
 
-``tokenizer.json`` is the library's own file, ``tokenizer.model`` sentencepiece's. Others say which
-tokens are control tokens and which end a text. A piece is a token as the file spells it. A third
-kind of pieces is a class like ``ByteLevel`` and ``Sentencepiece``, with a place in ``SPELLINGS``.
+A piece is a token as the file spells it. There are two spellings. Byte-level pieces have
+a character per byte. Those of sentencepiece have a mark for a space, and ``<0x0A>`` for a raw byte.
+Knows nothing of texts.
 """
 
 import re
@@ -10,7 +10,6 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -18,9 +17,9 @@ from app.common.files import check_is_fetched, read_optional_json
 from model.errors import InputError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# of an added token: whether blanks before and after belong to it, and whether it may touch letters
-FLAGS = ("lstrip", "rstrip", "single_word")
-SPACE_MARK = "▁"  # a space in sentencepiece's pieces
+# a space in the pieces of each spelling
+SPACE_MARK = "▁"
+BYTE_LEVEL_SPACE = "Ġ"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
@@ -29,49 +28,6 @@ PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))
 }
-
-
-class ByteLevel:
-    """Pieces with a character per byte. An added token is plain text."""
-
-    space = "Ġ"
-
-    def bytes_of(self, piece: str, is_added: bool) -> bytes:
-        """Return the bytes of a piece."""
-        if is_added:
-            return piece.encode()
-        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
-
-    def encode_continuation(self, library: tokenizers.Tokenizer, text: str) -> list[int]:
-        """Return the token ids of a text that continues another one, with nothing before it."""
-        return library.encode(text, add_special_tokens=False).ids
-
-
-class Sentencepiece:
-    """Pieces with a mark for a space, and with ``<0x0A>`` for a raw byte."""
-
-    space = SPACE_MARK
-
-    def bytes_of(self, piece: str, is_added: bool) -> bytes:
-        """Return the bytes of a piece, by the same rules for an added token."""
-        byte = BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()
-
-    def encode_continuation(self, library: tokenizers.Tokenizer, text: str) -> list[int]:
-        """Return the token ids of a text that continues another one, with nothing before it."""
-        return [piece.id for piece in library.model.tokenize(text.replace(" ", SPACE_MARK))]
-
-
-Spelling = ByteLevel | Sentencepiece
-SPELLINGS: tuple[Spelling, ...] = (ByteLevel(), Sentencepiece())
-
-
-def spelling_of(decoder: Any) -> Spelling:
-    """Return the spelling whose space a decoder reads, or else the last one: the caller compares a
-    text.
-    """
-    fitting = (each for each in SPELLINGS if decoder.decode(["a", each.space]) == "a ")
-    return next(fitting, SPELLINGS[-1])
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -88,75 +44,20 @@ def tokenizer_file(folder: Path) -> Path:
 def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
     """Return the tokenizer of a file, and the function that normalises a text before it.
 
-    Sentencepiece's normalisation is such a function; the other kind normalises by itself. The
-    tokenizer encodes the name of a control token as text. Raises errors of any kind.
+    The tokenizer encodes the name of a control token as text. One of a ``tokenizer.json``
+    normalises by itself. Raises errors of any kind for a damaged file.
     """
-    library, normalise = (
-        (tokenizers.Tokenizer.from_file(str(path)), str)
-        if path.suffix == ".json"
-        else read_sentencepiece(path)
-    )
+    if path.suffix == ".model":
+        from weights.sentencepiece_file import read_sentencepiece
+
+        library, normalise = read_sentencepiece(path)
+    else:
+        library = tokenizers.Tokenizer.from_file(str(path))
+        normalise = str
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True  # as text
     return library, normalise
-
-
-def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
-    """Return the byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text.
-    Raises InputError for a unigram model.
-
-    The file has a score per piece in place of merges. A piece is merged from any two pieces, and
-    pieces of higher scores earlier. User-defined pieces are found before any merge: those of score
-    0 that sentencepiece keeps whole under a dropout of 1, which allows no merge.
-    """
-    source = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-    pieces = [source.IdToPiece(number) for number in range(source.GetPieceSize())]
-    control = [
-        piece for n, piece in enumerate(pieces) if source.IsControl(n) or source.IsUnknown(n)
-    ]
-    ranks = {
-        piece: -source.GetScore(n)
-        for n, piece in enumerate(pieces)
-        if piece not in control and not source.IsByte(n)
-    }
-    if any(rank % 1 for rank in ranks.values()):
-        raise InputError(f"{path} is no byte-pair encoding: give the model a tokenizer.json")
-    whole = [
-        each
-        for each, rank in ranks.items()
-        if rank == 0 and each in source.SampleEncodeAsPieces(each, -1, 1.0)
-    ]
-    words = ranks.keys() - {*whole}
-    merges = [
-        (word[:cut], word[cut:])
-        for word in sorted(words, key=lambda word: (ranks[word], word))
-        for cut in range(1, len(word))
-        if word[:cut] in words and word[cut:] in words
-    ]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            {piece: number for number, piece in enumerate(pieces)},
-            merges,
-            unk_token=pieces[source.unk_id()],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    adds_space = source.DecodePieces([SPACE_MARK + "a"]) == "a"
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(SPACE_MARK, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", int(adds_space), 0),
-        ]
-    )
-    tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in whole])
-    if (bos := source.bos_id()) >= 0:
-        begin_with({pieces[bos]: bos}, tokenizer)
-    return tokenizer, source.Normalize
 
 
 def begin_with(control: Mapping[str, int], library: tokenizers.Tokenizer) -> None:
@@ -191,18 +92,16 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, Ad
         role: name["content"] if isinstance(name, dict) else name for role, name in given.items()
     }
     listed = {
-        int(number): AddedToken(
-            entry["content"], special=True, **{flag: entry.get(flag, False) for flag in FLAGS}
-        )
+        int(number): AddedToken(**entry)
         for number, entry in (settings.get("added_tokens_decoder") or {}).items()
         if entry["special"]
     }
     return names, listed
 
 
-def ending_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
+def ending_ids(folder: Path, named: int | None) -> frozenset[int]:
     """Return the ids that end a text: those of generation_config.json, or else of config.json, or
-    else the ``named`` ones. An empty list is none. Raises InputError for what is no id.
+    else the ``named`` one. An empty list is none. Raises InputError for what is no id.
     """
     for path in (folder / "generation_config.json", folder / "config.json"):
         found = read_optional_json(path).get("eos_token_id")
@@ -214,7 +113,7 @@ def ending_ids(folder: Path, named: frozenset[int]) -> frozenset[int]:
                     f" {found!r:.80}"
                 )
             return frozenset(ids)
-    return named
+    return frozenset() if named is None else frozenset({named})
 
 
 def control_tokens(
@@ -244,7 +143,7 @@ def pieces_of(
     vocabulary: Mapping[str, int],
     added: Container[int],
     special: Mapping[str, int],
-    spelling: Spelling,
+    is_byte_level: bool,
 ) -> list[bytes]:
     """Return the bytes of each token by its id: none for control tokens and for ids without a
     token.
@@ -252,5 +151,16 @@ def pieces_of(
     pieces = [b""] * (1 + max(*vocabulary.values(), *special.values()))
     for piece in vocabulary.keys() - special.keys():
         number = vocabulary[piece]
-        pieces[number] = spelling.bytes_of(piece, number in added)
+        if not is_byte_level:
+            pieces[number] = sentencepiece_bytes(piece)
+        elif number in added:  # as plain text
+            pieces[number] = piece.encode()
+        else:
+            pieces[number] = bytes(BYTE_OF_CHARACTER[character] for character in piece)
     return pieces
+
+
+def sentencepiece_bytes(piece: str) -> bytes:
+    """Return the bytes of a piece in sentencepiece's spelling."""
+    byte = BYTE_PIECE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()

@@ -32,6 +32,7 @@ from tests.configs import FAMILIES, LLAMA3_ROPE, small
 from tests.folders import GEMMA2, LLAMA, random_state, write_folder
 from tests.laws import random_model
 from tests.oracle import VOCAB, configs, lifted, oracle_logits, oracle_model, our_model
+from tests.peak import held_bytes
 from tests.ranks import part_of
 from tests.refusal import refusal
 from weights import load
@@ -128,8 +129,10 @@ def test_a_tied_head_and_extra_tensors_are_those_of_transformers(
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     expected = oracle(torch.tensor([[1, 2, 3]])).logits
     torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])), expected, rtol=0, atol=0.1)
-    options = Options(model=str(tmp_path), dtype="bfloat16")
-    assert LoadedModel(options).config == model.config, "by which memory is estimated"
+    options = Options(
+        model=str(tmp_path), draft="model", draft_model=str(tmp_path), dtype="bfloat16"
+    )
+    assert LoadedModel(options).memory(9).weights == 2 * held_bytes(model), "target and draft"
 
 
 # The shard of one of several processes
@@ -216,7 +219,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\
         (INDEX, '{"weight_map": {"a": "1.safetensors"}}', "1.safetensors cannot be", [load_model]),
         # a pickle, which is not opened
         ("pytorch_model.bin", "", "holds no model.safetensors and no index", [load_model]),
-        (INDEX, '{"weight_map": {}}', "names no files in its index", [load_model]),
+        (INDEX, '{"weight_map": {}}', "no index that names shards", [load_model]),
         ("model-q4.gguf", "", "is in GGUF, the format of llama.cpp", [load_model, model_folder]),
         ("adapter_config.json", "", "is an adapter, not a model", [load_model, model_folder]),
     ],

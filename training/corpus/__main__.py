@@ -128,12 +128,9 @@ def run(options: argparse.Namespace) -> None:
     ):
         add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
-    tokens = before = 0
     while True:
-        tokens += sum(
-            len(session.tokenizer.encode_parts(story["response"]))
-            for story in [*stories.values()][before:]
-        )
+        responses = [story["response"] for story in stories.values()]
+        tokens = sum(len(session.tokenizer.encode_parts(each)) for each in responses)
         say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")
         if tokens >= options.tokens:
             return
