@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
-from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of
+from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of, kinds_with
 from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import RULES, Rule
@@ -32,7 +32,7 @@ WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context en
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
 QUEUE = 64  # most requests that wait, of a server
-GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
+GRAMMARS = ("json_schema", "regex", "grammar")
 OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
 # options of a command line alone: its prompt, the number of its texts, and its output
 OF_THE_COMMAND = (
@@ -117,7 +117,7 @@ class Options:
     )
     plan: str | DraftPlan | None = option(
         None,
-        "layer plan of skip and auto (default: plan.json in the model's folder)",
+        f"layer plan of {kinds_with('plan')} (default: plan.json in the model's folder)",
         also=(DraftPlan,),
         group="drafting",
         metavar="FILE",
@@ -131,7 +131,7 @@ class Options:
     )
     bits: int | None = option(
         None,
-        "bits per weight of lowbit, exit and skip: 4 or 8",
+        f"bits per weight, with {kinds_with('bits')}: 4 or 8",
         type=int,
         group="drafting",
         metavar="B",
@@ -139,7 +139,8 @@ class Options:
     )
     window: int | None = option(
         None,
-        "newest tokens that lowbit, exit and skip see, with the first few (default: all)",
+        "newest tokens that a draft sees, with the first few (default: all); with"
+        f" {kinds_with('window')}",
         type=int,
         group="drafting",
         metavar="N",
@@ -334,7 +335,7 @@ class Options:
         if self.max_new_tokens is None:
             object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if is_server else SHORT_TEXT)
         self._check_draft()
-        if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
+        if len(self.grammars) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
         of_one_text = any(getattr(self, name) != getattr(Options, name) for name in OF_ONE_TEXT)
         has_no_effect = self.trace if is_server else self.interactive and self.chat is False
@@ -356,19 +357,18 @@ class Options:
             )
         for name in OF_DRAFTS:
             if name not in kind_of(self.draft).options and getattr(self, name) is not None:
-                useful = " or ".join(kind for kind in KINDS if name in KINDS[kind].options)
                 raise InputError(
                     f"{flag_of(name)} has no effect with --draft {self.draft}: give --draft"
-                    f" {useful}",
+                    f" {kinds_with(name)}",
                     name,
                 )
         if self.draft == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR", "draft_model")
 
     @property
-    def grammar_option(self) -> str | None:
-        """The name of the option that gives a grammar, if any."""
-        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
+    def grammars(self) -> list[str]:
+        """Names of the options that give a grammar: at most one."""
+        return [name for name in GRAMMARS if getattr(self, name) is not None]
 
     @property
     def params(self) -> SamplingParams:
@@ -448,9 +448,9 @@ def checked(option: Field, value: Any) -> Any:
         fits = least <= value <= most  # which NaN fails
         wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
     if not fits:
-        complaint = f"{flag_of(option.name)} must be {wanted}"
-        with explaining(complaint, (ValueError,), option.name):  # too long a number to be shown
-            raise InputError(f"{complaint}, found {value!r:.80}", option.name)
+        raise InputError(
+            f"{flag_of(option.name)} must be {wanted}, found {value!r:.80}", option.name
+        )
     with explaining(f"{flag_of(option.name)} is not UTF-8 text", (UnicodeError,), option.name):
         texts = value if kind is list else [value]
         "".join(each for each in texts if isinstance(each, str)).encode()
