@@ -107,7 +107,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     chosen = session.plan_for(options)
     if chosen is None:
         raise InputError(
-            f"{session.name} has no plan.json: give --plan FILE, or find a plan with"
+            f"{session.name} has no plan.json, and no --plan is given: find one with"
             " python -m search"
         )
     if chosen.gamma == 0 and options.gamma is None:

@@ -144,12 +144,15 @@ class Session(LoadedModel):
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
             slot.source = text
+            # 1. Read the prompt, as far as the cache does not hold it.
             loaded = now(self.device)
             slot.read(sample, target)
             sample.prompt_seconds += now(self.device) - loaded
+            # 2. Prepare the draft, for which copies of weights may be made.
             sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
             sample.is_plain = policy.gamma == 0
         sample.wait += now(self.device) - called
+        # 3. Write. Between two rounds the reader of a stream may take long, or call the session.
         rounds = speculate(
             target,
             slot.cache,

@@ -94,7 +94,7 @@ def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
         (["a", "--draft", "none", "--gamma", "3"], "--gamma has no effect with --draft none"),
         (["a", "--exit-layer", "2"], "--exit-layer has no effect with --draft auto"),
         (["a", "--draft", "exit", "--plan", "p"], "--plan has no effect with --draft exit"),
-        (["a", "--draft", "skip"], "has no plan.json: give --plan FILE"),
+        (["a", "--draft", "skip"], "has no plan.json, and no --plan is given"),
         (["a", "--draft", "skip", "--plan", "/no/plan"], "/no/plan cannot be read"),
         (["a", "--json-schema", "nowhere.json"], "nowhere.json cannot be read"),
         (["a", "--json-schema", ""], "--json-schema is empty: give a file, or a JSON object"),
