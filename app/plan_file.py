@@ -27,7 +27,6 @@ LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
 LONG = 2048  # tokens of a text beyond which windows may pay
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
-MANY = range(1 << 31)
 PROVENANCE = {
     "model",
     "acceptance_rate",
@@ -147,19 +146,20 @@ def wanted_of(num_layers: int) -> dict[str, tuple[Callable[[Any], bool], str]]:
             whole_numbers(each, (0, *WIDTHS)) and len(each) == num_layers for each in value.values()
         )
 
-    def is_rate(value: Any) -> bool:
-        return type(value) in (int, float) and 0 <= value <= 1
-
-    layers = f"a list of different layers from 0 to {num_layers - 1}"
+    layers = (are_layers, f"a list of different layers from 0 to {num_layers - 1}")
+    rate = (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1")
     return {
-        "attn": (are_layers, layers),
-        "mlp": (are_layers, layers),
+        "attn": layers,
+        "mlp": layers,
         "bits": (are_bits, f"4, 8 or 16, or lists of {num_layers} such numbers for attn and mlp"),
         "head_bits": (lambda value: whole_numbers([value], WIDTHS), "4, 8 or 16"),
-        "window": (lambda value: whole_numbers([value], MANY[1:]), "a whole number of at least 1"),
-        "gamma": (lambda value: whole_numbers([value], MANY), "a whole number of at least 0"),
-        "threshold": (is_rate, "a number from 0 to 1"),
-        "alpha": (is_rate, "a number from 0 to 1"),
+        "window": (
+            lambda value: type(value) is int and value >= 1,
+            "a whole number of at least 1",
+        ),
+        "gamma": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+        "threshold": rate,
+        "alpha": rate,
     }
 
 

@@ -127,8 +127,8 @@ def read_grammar(options: Options) -> tuple[str, str] | None:
         return "regex", options.regex
     if options.grammar is None:
         return None
-    is_source = re.search(LARK_START, options.grammar)
-    return "lark", options.grammar if is_source else read_text(options.grammar)
+    source = options.grammar
+    return "lark", source if re.search(LARK_START, source) else read_text(source)
 
 
 def read_json_option(options: Options, name: str) -> dict[str, Any]:
