@@ -426,7 +426,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     for each in fields(Options):
         names = f"{each.metadata['short']} {flag_of(each.name)}".strip()
         groups.setdefault(each.metadata["group"], {})[names] = argument(each)
-    groups[""]["prompt"]["nargs"] = "?"
+    groups[""]["prompt"]["nargs"] = "?"  # it may come from a file or a pipe
     kinds = KINDS | {"FILE.py:Class": OWN}
     parser = parser_of(
         groups,

@@ -52,7 +52,7 @@ def show(session: Session, sample: Sample, rounds: Iterable[Round], pause: float
     first = next(rounds, None)
     if first is None:
         return
-    if sample.rule.sample:
+    if sample.rule.sample:  # another one came before
         print("-" * 20, file=file)
     try:
         with view(sample.source, labels, file, pause) as add:
