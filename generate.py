@@ -8,9 +8,9 @@ if __name__ == "__main__":  # before anything that takes long to import
 import os
 import sys
 
-from app.common.command_line import run_command
+from app.common.command_line import run_command, say
 from app.options import Options, parse
-from app.output import Output, comparison
+from app.output import comparison, print_json, write_samples
 from app.prompt import read_prompt
 from app.sample import Sample
 from app.session import Session, load
@@ -39,24 +39,23 @@ def write(session: Session) -> None:
     only.
     """
     options = session.options
-    needs_none = options.dry_run and options.prompt is None and options.prompt_file is None
-    prompt = "" if needs_none and sys.stdin.isatty() else read_prompt(options)
-    ids = [] if needs_none and not prompt else session.encode(prompt)
+    has_prompt = options.prompt is not None or options.prompt_file is not None
+    ids = session.encode(read_prompt(options)) if has_prompt or not options.dry_run else []
     line = session.check_memory(ids)
     if options.dry_run:
         print(line)
         return
-    output = Output(session)
     seeded = options.seeded()
     samples = [session.begin(ids, seeded, number) for number in range(options.num_samples)]
     if options.compare or session.device.type == "cuda":
         session.warm_up(ids)
     try:
-        output.write(samples)
+        write_samples(session, samples)
         if options.compare:
-            print(comparison(session, samples[0]), file=sys.stderr)
+            say(comparison(session, samples[0]))
     finally:  # the JSON of all that was written, also after Ctrl-C or an error
-        output.close()
+        if options.json:
+            print_json(samples)
 
 
 def generate(model: str, prompt: str, **options: object) -> Sample:

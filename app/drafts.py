@@ -107,7 +107,7 @@ def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Stra
     chosen = session.plan_for(options)
     if chosen is None:
         raise InputError(
-            f"{session.folder} has no plan.json: give --plan FILE, or find a plan with"
+            f"{session.name} has no plan.json, and no --plan is given: find one with"
             " python -m search"
         )
     if chosen.gamma == 0 and options.gamma is None:
@@ -248,6 +248,7 @@ KINDS = {
         needs="draft_model",
     ),
 }
+# every option that has an effect on some kind of draft
 OF_DRAFTS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]
 OWN = Kind("a drafter of your own", (*LENGTH, "adaptive"), class_of_user)
 
@@ -255,3 +256,8 @@ OWN = Kind("a drafter of your own", (*LENGTH, "adaptive"), class_of_user)
 def kind_of(draft: str) -> Kind:
     """Return the kind of a value of ``--draft``: a name, or the class of a user."""
     return KINDS.get(draft, OWN)
+
+
+def kinds_with(option: str) -> str:
+    """Return the names of the kinds of draft on which an option has an effect, in words."""
+    return " or ".join(name for name, kind in KINDS.items() if option in kind.options)

@@ -20,7 +20,6 @@ from app.common.command_line import say
 from app.common.device import pick_device
 from app.options import CONTEXT, Options
 from app.plan_file import GAMMA_LOW_BITS, LONGEST_DRAFT, DraftPlan, read_plan
-from app.prompt import check_ids
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -86,11 +85,7 @@ class LoadedModel:
     def capacity(self, ids: Sequence[int] = ()) -> int:
         """Return the positions of a cache: for a prompt and its output or, where texts are not
         known yet, for the context, of at most ``CONTEXT`` unless --context is given.
-
-        Raises InputError for ids that the model does not have, and for too many.
         """
-        if ids:
-            check_ids(ids, self.config, self.context)
         wanted = len(ids) + self.options.max_new_tokens if ids else self.options.context or CONTEXT
         return min(wanted, self.context)
 
@@ -136,23 +131,20 @@ class LoadedModel:
         """
         layers = self.config.num_layers
         shipped = self.folder / "plan.json"
+        given = options.plan
+        if given is None and shipped.exists():
+            given = shipped
         if options.draft == "exit":
             exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
             chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
         elif options.draft == "lowbit":
             chosen = self.low_bit_plan
-        elif isinstance(options.plan, DraftPlan):
-            chosen = options.plan
-            if chosen.plan.num_layers != layers:
-                raise InputError(
-                    f"the plan has {chosen.plan.num_layers} layers, the model {layers}"
-                )
-        elif options.plan is not None or (options.draft in ("skip", "auto") and shipped.exists()):
-            chosen = read_plan(
-                Path(shipped if options.plan is None else options.plan), layers, self.folder
-            )
-        else:
+        elif options.draft not in ("skip", "auto") or given is None:
             return None
+        elif isinstance(given, DraftPlan):
+            chosen = given
+        else:
+            chosen = read_plan(Path(given), layers, self.folder)
         plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
         return replace(chosen, plan=replace(plan, window=options.window or plan.window))
 

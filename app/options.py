@@ -14,12 +14,13 @@ from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
-from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of
+from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of, kinds_with
 from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import RULES, Rule
@@ -32,7 +33,7 @@ WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context en
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
 QUEUE = 64  # most requests that wait, of a server
-GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
+GRAMMARS = ("json_schema", "regex", "grammar")
 OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
 # options of a command line alone: its prompt, the number of its texts, and its output
 OF_THE_COMMAND = (
@@ -41,12 +42,12 @@ OF_THE_COMMAND = (
 )
 # options that a server and a conversation do not take
 OF_ONE_TEXT = ("prompt", "prompt_file", "num_samples", "dry_run", "compare", "json")
-TYPES = {  # by an option's type: the types of its values, and their name
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    bool: (bool, "True or False"),
-    str: (str, "a string"),
-    list: (tuple, "a list of strings"),
+WANTED = {  # by the type of an option's values
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    tuple: "a list of strings",
 }
 EPILOG = """examples:
   python generate.py "Why is the sky blue?" --trace --compare
@@ -61,8 +62,6 @@ def option(
     default: Any,
     help: str,
     *,
-    type: type = str,
-    also: tuple[type, ...] = (),
     group: str = "",
     short: str = "",
     metavar: str | None = None,
@@ -70,17 +69,15 @@ def option(
     least: float | None = None,
     most: float = math.inf,
 ) -> Any:
-    """Return a field of ``Options``, whose ``type`` is int, float, str, bool, or list of strings.
+    """Return a field of ``Options``, whose annotation gives the types of its values.
 
-    Python may also give a value of the types ``also``. A number lies between ``least``, if
-    given, and ``most``. ``group`` heads the option in --help, and ``short`` is its short name.
+    A number lies between ``least``, if given, and ``most``. ``group`` heads the option in --help,
+    and ``short`` is its short name.
     """
     return field(
         default=default,
         metadata={
             "help": help,
-            "type": type,
-            "also": also,
             "group": group,
             "short": short,
             "metavar": metavar,
@@ -98,49 +95,39 @@ class Options:
     range, and for options that do not go together.
     """
 
-    prompt: str | None = option(None, "the prompt", short="-p", metavar="PROMPT")
+    prompt: str | None = option(None, "the prompt", metavar="PROMPT")
     prompt_file: str | None = option(
         None, "read the prompt from a file (-: standard input)", metavar="F"
     )
     model: str = option(**MODEL, short="-m")
     revision: str | None = option(None, "branch, tag or commit of a model on the hub", metavar="R")
-    chat: bool | None = option(None, "use the chat template (default: if there is one)", type=bool)
+    chat: bool | None = option(None, "use the chat template (default: if there is one)")
     system: str | None = option(None, "system message of the chat", metavar="S")
     chat_template_kwargs: str | dict[str, Any] | None = option(
-        None,
-        'variables of the chat template, as {"enable_thinking": false}',
-        also=(dict,),
-        metavar="JSON",
+        None, 'variables of the chat template, as {"enable_thinking": false}', metavar="JSON"
     )
     draft: str = option(
         "auto", f"{', '.join(KINDS)}, or FILE.py:Class: see below", group="drafting", metavar="KIND"
     )
     plan: str | DraftPlan | None = option(
         None,
-        "layer plan of skip and auto (default: plan.json in the model's folder)",
-        also=(DraftPlan,),
+        f"layer plan of {kinds_with('plan')} (default: plan.json in the model's folder)",
         group="drafting",
         metavar="FILE",
     )
     exit_layer: int | None = option(
-        None,
-        "number of layers that exit runs (default: half)",
-        type=int,
-        group="drafting",
-        metavar="E",
+        None, "number of layers that exit runs (default: half)", group="drafting", metavar="E"
     )
     bits: int | None = option(
         None,
-        "bits per weight of lowbit, exit and skip: 4 or 8",
-        type=int,
+        f"bits per weight of {kinds_with('bits')}: 4 or 8",
         group="drafting",
         metavar="B",
         choices=LOW_BITS,
     )
     window: int | None = option(
         None,
-        "newest tokens that lowbit, exit and skip see, with the first few (default: all)",
-        type=int,
+        f"newest tokens that {kinds_with('window')} sees, with the first few (default: all)",
         group="drafting",
         metavar="N",
         least=1,
@@ -153,7 +140,6 @@ class Options:
         "most tokens drafted per round, in place of a plan's number and threshold (default: chosen"
         f" with auto, the plan's with skip, {GAMMA_LOW_BITS} with lowbit, else {GAMMA}, or"
         f" {LONGEST_ADAPTIVE} with --adaptive)",
-        type=int,
         group="drafting",
         metavar="N",
         least=0,
@@ -161,13 +147,11 @@ class Options:
     adaptive: bool | None = option(
         None,
         "end a draft after an unsure token (docs/how_it_works.md#draft-lengths)",
-        type=bool,
         group="drafting",
     )
     min_target_confidence: float | None = option(
         None,
         "draft nothing after a token of lower probability (docs/how_it_works.md#draft-lengths)",
-        type=float,
         group="drafting",
         metavar="X",
         least=0,
@@ -176,60 +160,48 @@ class Options:
     max_new_tokens: int | None = option(
         None,
         f"most tokens to write (default: {SHORT_TEXT}; with --serve, as many as the context holds)",
-        type=int,
         group="sampling",
         short="-n",
         metavar="N",
         least=1,
     )
-    temperature: float = option(**TEMPERATURE, group="sampling")
+    temperature: float = option(0.0, TEMPERATURE["help"], group="sampling", metavar="T")
     top_k: int = option(
-        0,
-        "keep the K likeliest tokens; 0: all",
-        type=int,
-        group="sampling",
-        metavar="K",
-        least=0,
+        0, "keep the K likeliest tokens; 0: all", group="sampling", metavar="K", least=0
     )
     top_p: float = option(
         1.0,
         "keep the likeliest tokens that have probability P together; 1: all",
-        type=float,
         group="sampling",
         metavar="P",
     )
     min_p: float = option(
         0.0,
         "keep tokens at least P times as likely as the likeliest; 0: all",
-        type=float,
         group="sampling",
         metavar="P",
     )
     repetition_penalty: float = option(
         1.0,
         "make tokens of the text so far less likely, above 1; 1: off",
-        type=float,
         group="sampling",
         metavar="R",
     )
     frequency_penalty: float = option(
         0.0,
         "subtract F from a token's score for each time that the text has it; 0: off",
-        type=float,
         group="sampling",
         metavar="F",
     )
     presence_penalty: float = option(
         0.0,
         "subtract P from the scores of tokens that the text has; 0: off",
-        type=float,
         group="sampling",
         metavar="P",
     )
     seed: int | None = option(
         None,
         "seed of sampling (default: random, printed)",
-        type=int,
         group="sampling",
         metavar="S",
         least=0,
@@ -245,22 +217,16 @@ class Options:
     num_samples: int = option(
         1,
         "number of texts, written at once where possible",
-        type=int,
         group="sampling",
         metavar="N",
         least=1,
         most=1 << 16,
     )
-    stop: tuple[str, ...] = option(
-        (), "end the text before STR", type=list, group="sampling", metavar="STR"
-    )
-    ban: tuple[str, ...] = option(
-        (), "never write WORD", type=list, group="sampling", metavar="WORD"
-    )
+    stop: tuple[str, ...] = option((), "end the text before STR", group="sampling", metavar="STR")
+    ban: tuple[str, ...] = option((), "never write WORD", group="sampling", metavar="WORD")
     json_schema: str | dict[str, Any] | None = option(
         None,
         "write JSON of this schema, with its properties in its order",
-        also=(dict,),
         group="structured output",
         metavar="FILE_OR_JSON",
     )
@@ -276,32 +242,23 @@ class Options:
         None,
         "most tokens of prompt and text together (default: the model's; in conversations at most"
         f" {CONTEXT})",
-        type=int,
         group="machine",
         metavar="N",
         least=1,
     )
     no_compile: bool = option(
-        False,
-        "run the readable blocks, in plain PyTorch: several times slower",
-        type=bool,
-        group="machine",
+        False, "run the readable blocks, in plain PyTorch: several times slower", group="machine"
     )
-    dry_run: bool = option(
-        False, "only print the memory that the run would take", type=bool, group="output"
-    )
+    dry_run: bool = option(False, "only print the memory that the run would take", group="output")
     compare: bool = option(
         False,
         "also decode plainly; print the speed-up, and whether texts are equal",
-        type=bool,
         group="output",
     )
     trace: bool = option(
-        False, "show which drafted tokens were accepted, in colour", type=bool, group="output"
+        False, "show which drafted tokens were accepted, in colour", group="output"
     )
-    json: bool = option(
-        False, "print one JSON object per text on standard output", type=bool, group="output"
-    )
+    json: bool = option(False, "print one JSON object per text on standard output", group="output")
     serve: str | None = option(
         None,
         "serve a page, and clients of OpenAI's API, until Ctrl-C",
@@ -311,21 +268,13 @@ class Options:
     allow_host: tuple[str, ...] = option(
         (),
         "with --serve, answer requests to this name of the machine too",
-        type=list,
         group="output",
         metavar="NAME",
     )
     queue: int = option(
-        QUEUE,
-        "with --serve, most requests that wait",
-        type=int,
-        group="output",
-        metavar="N",
-        least=0,
+        QUEUE, "with --serve, most requests that wait", group="output", metavar="N", least=0
     )
-    interactive: bool = option(
-        False, "hold a conversation, an answer to each line", type=bool, group="output"
-    )
+    interactive: bool = option(False, "hold a conversation, an answer to each line", group="output")
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -334,7 +283,7 @@ class Options:
         if self.max_new_tokens is None:
             object.__setattr__(self, "max_new_tokens", WHOLE_CONTEXT if is_server else SHORT_TEXT)
         self._check_draft()
-        if sum(getattr(self, name) is not None for name in GRAMMARS) > 1:
+        if len(self.grammars) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
         of_one_text = any(getattr(self, name) != getattr(Options, name) for name in OF_ONE_TEXT)
         has_no_effect = self.trace if is_server else self.interactive and self.chat is False
@@ -356,19 +305,18 @@ class Options:
             )
         for name in OF_DRAFTS:
             if name not in kind_of(self.draft).options and getattr(self, name) is not None:
-                useful = " or ".join(kind for kind in KINDS if name in KINDS[kind].options)
                 raise InputError(
                     f"{flag_of(name)} has no effect with --draft {self.draft}: give --draft"
-                    f" {useful}",
+                    f" {kinds_with(name)}",
                     name,
                 )
         if self.draft == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR", "draft_model")
 
     @property
-    def grammar_option(self) -> str | None:
-        """The name of the option that gives a grammar, if any."""
-        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
+    def grammars(self) -> list[str]:
+        """Names of the options that give a grammar: at most one."""
+        return [name for name in GRAMMARS if getattr(self, name) is not None]
 
     @property
     def params(self) -> SamplingParams:
@@ -418,8 +366,19 @@ class Options:
 
 
 def flag_of(name: str) -> str:
-    """Return the name of an option on the command line."""
-    return f"--{name.replace('_', '-')}"
+    """Return the name of an option on the command line, where the prompt alone has no dashes."""
+    return name if name == "prompt" else f"--{name.replace('_', '-')}"
+
+
+HINTS = get_type_hints(Options)
+
+
+def types_of(option: Field) -> tuple[type, ...]:
+    """Return the types of an option's values. The first is that of the command line."""
+    hint = HINTS[option.name]
+    kinds = get_args(hint) if isinstance(hint, UnionType) else [hint]
+    types = tuple(get_origin(kind) or kind for kind in kinds)
+    return (*types, int) if float in types else types
 
 
 def checked(option: Field, value: Any) -> Any:
@@ -428,17 +387,18 @@ def checked(option: Field, value: Any) -> Any:
     Python may give a path, a dtype or a device for a string, and a string for a list of one.
     """
     settings = option.metadata
-    if value is None and option.default is None:
+    types = types_of(option)
+    kind = types[0]
+    if value is None and NoneType in types:
         return None
     if isinstance(value, Path | torch.dtype | torch.device):
         value = os.path.expanduser(str(value).removeprefix("torch."))
-    kind = settings["type"]
-    if kind is list and isinstance(value, str | list):
+    if kind is tuple and isinstance(value, str | list):
         value = (value,) if isinstance(value, str) else tuple(value)
-    types, wanted = TYPES[kind]
+    wanted = WANTED[kind]
     is_bool = isinstance(value, bool)  # which is an int too
-    fits = isinstance(value, (types, *settings["also"])) and is_bool == (kind is bool)
-    if kind is list:
+    fits = isinstance(value, types) and is_bool == (kind is bool)
+    if kind is tuple:
         fits = fits and all(isinstance(each, str) for each in value)
     if fits and settings["choices"]:
         fits = value in settings["choices"]
@@ -448,11 +408,11 @@ def checked(option: Field, value: Any) -> Any:
         fits = least <= value <= most  # which NaN fails
         wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
     if not fits:
-        complaint = f"{flag_of(option.name)} must be {wanted}"
-        with explaining(complaint, (ValueError,), option.name):  # too long a number to be shown
-            raise InputError(f"{complaint}, found {value!r:.80}", option.name)
+        raise InputError(
+            f"{flag_of(option.name)} must be {wanted}, found {value!r:.80}", option.name
+        )
     with explaining(f"{flag_of(option.name)} is not UTF-8 text", (UnicodeError,), option.name):
-        texts = value if kind is list else [value]
+        texts = value if kind is tuple else [value]
         "".join(each for each in texts if isinstance(each, str)).encode()
     return value
 
@@ -464,9 +424,9 @@ def parse(arguments: list[str] | None = None) -> Options:
     """
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for each in fields(Options):
-        names = f"{each.metadata['short']} {flag_of(each.name)}"
+        names = f"{each.metadata['short']} {flag_of(each.name)}".strip()
         groups.setdefault(each.metadata["group"], {})[names] = argument(each)
-    groups[""]["PROMPT"] = {"nargs": "?", "help": "the same as --prompt"}
+    groups[""]["prompt"]["nargs"] = "?"  # it may come from a file or a pipe
     kinds = KINDS | {"FILE.py:Class": OWN}
     parser = parser_of(
         groups,
@@ -474,21 +434,18 @@ def parse(arguments: list[str] | None = None) -> Options:
         description="Write text with a language model, by self-speculative decoding.",
         epilog=EPILOG + "".join(f"  {name:<15}{kind.help}\n" for name, kind in kinds.items()),
     )
-    parsed = vars(parser.parse_args(arguments))
-    prompts = [each for each in (parsed.pop("PROMPT"), parsed["prompt"]) if each is not None]
-    if len(prompts) > 1:
-        raise InputError("give one prompt: as an argument, or with --prompt")
-    return Options(**parsed | {"prompt": prompts[0] if prompts else None})
+    return Options(**vars(parser.parse_args(arguments)))
 
 
 def argument(option: Field) -> dict[str, Any]:
     """Return the arguments of argparse's ``add_argument`` for an option."""
     settings = option.metadata
+    kind = types_of(option)[0]
     named = {"metavar": settings["metavar"]}
     by_type = {
         bool: {"action": BooleanOptionalAction if option.default is None else "store_true"},
-        list: named | {"action": "append", "default": []},
+        tuple: named | {"action": "append", "default": []},
     }
-    others = named | {"type": settings["type"], "choices": settings["choices"]}
+    others = named | {"type": kind, "choices": settings["choices"]}
     common = {"help": settings["help"], "default": option.default}
-    return common | by_type.get(settings["type"], others)
+    return common | by_type.get(kind, others)

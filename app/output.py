@@ -6,8 +6,8 @@ Knows nothing of drafts and models.
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from itertools import chain, islice
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -20,66 +20,59 @@ from app.trace import PAUSE, LiveTrace
 from decoding.rounds import Round
 from decoding.text import Text, common_prefix
 
-TURNS = 3  # a text is written both ways, one after the other, at least this often
+# Two ways to write a text are compared in turns: at least this many, and more while all of them
+# took less than these seconds. In fewer tokens noise is larger than the difference.
+TURNS = 3
 MOST_TURNS = 20
-# Below this number of tokens, or of seconds of all turns, noise is larger than the difference.
+FEW_SECONDS = 1.0
 FEW_TOKENS = 48
-FEW_SECONDS = 0.5
-UNSTEADY = 2.0  # ratio of the largest speed-up to the smallest, from which a line warns
 
 
-class Output:
-    """Output of a command line's samples: text to standard output, which --json has for itself."""
+def write_samples(session: Session, samples: Sequence[Sample]) -> None:
+    """Write samples and show them: one while it is written, several when all are."""
+    if len(samples) == 1:
+        show(session, samples[0], session.rounds(samples[0]))
+        return
+    try:
+        session.finish_all(samples)
+    finally:  # all that was written, also after Ctrl-C or an error
+        for sample in samples:
+            show(session, sample, sample.rounds, pause=0)
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.labels = session.labels if session.options.trace else None
-        self.file = sys.stderr if session.options.json else sys.stdout
-        self.shown: list[Sample] = []
 
-    def write(self, samples: list[Sample]) -> None:
-        """Write samples, the first visibly, the others shown when all are written."""
-        first, *others = samples
-        try:
-            with closing(self.session.rounds_of_all(samples)) as written:
-                self.show(first, (round for sample, round in written if sample is first))
-        finally:
-            for sample in others:
-                self.show(sample, sample.rounds, pause=0)
+def show(session: Session, sample: Sample, rounds: Iterable[Round], pause: float = PAUSE) -> None:
+    """Show the rounds of a sample, then its statistics; nothing of one without a round.
 
-    def show(self, sample: Sample, rounds: Iterable[Round], pause: float = PAUSE) -> None:
-        """Show the rounds of a sample, after a line that separates it from the one before.
-
-        Nothing is printed of a sample without a round. Statistics follow the last.
-        """
-        rounds = iter(rounds)
-        for first in islice(rounds, 1):
-            if self.shown:
-                print("-" * 20, file=self.file)
-            try:
-                with view(sample.source, self.labels, self.file, pause) as show:
-                    for round in chain([first], rounds):
-                        show(round)
-            finally:
-                self.end(sample)
-
-    def end(self, sample: Sample) -> None:
-        """Print the line of statistics of a sample that has been shown."""
+    Text goes to standard output, unless --json has that for itself.
+    """
+    options = session.options
+    file = sys.stderr if options.json else sys.stdout
+    labels = session.labels if options.trace else None
+    rounds = iter(rounds)
+    first = next(rounds, None)
+    if first is None:
+        return
+    if sample.rule.sample:  # another one came before
+        print("-" * 20, file=file)
+    try:
+        with view(sample.source, labels, file, pause) as add:
+            for round in chain([first], rounds):
+                add(round)
+    finally:
         say("; ".join(filter(None, (statistics_line(sample), sample.options.repeat_with))))
-        wanted = self.session.options.max_new_tokens
-        if sample.finish == "length" and len(sample.tokens) < wanted:
-            say(
-                f"the context of {self.session.context} tokens is full, so the text has"
-                f" {len(sample.tokens)} of the {wanted} asked for"
-            )
-        self.shown.append(sample)
+    wanted = options.max_new_tokens
+    if sample.finish == "length" and len(sample.tokens) < wanted:
+        say(
+            f"the context of {session.context} tokens is full, so the text has"
+            f" {len(sample.tokens)} of the {wanted} asked for"
+        )
 
-    def close(self) -> None:
-        """Print the JSON of the samples so far."""
-        if self.session.options.json:
-            for sample in self.shown:
-                shown = {"text": sample.text, "tokens": sample.tokens, **as_json(sample)}
-                print(json.dumps(shown))
+
+def print_json(samples: Sequence[Sample]) -> None:
+    """Print a JSON object for each sample that has a round."""
+    for sample in samples:
+        if sample.rounds:
+            print(json.dumps({"text": sample.text, "tokens": sample.tokens, **as_json(sample)}))
 
 
 @contextmanager
@@ -140,44 +133,47 @@ def as_json(sample: Sample) -> dict[str, Any]:
 
 
 def comparison(session: Session, sample: Sample) -> str:
-    """Return the median speed-up over plain decoding, with the speeds of its turn and the range of
-    all, and whether texts are equal.
+    """Return a line with the median speed-up over plain decoding, the speeds of its turn, the range
+    of all turns, and whether texts are equal.
 
-    The ``sample`` has been written; its text is written anew in turns with a plain one. In greedy
-    decoding and under the race the two must be equal. Under the other rules they have the same law,
-    if the drafter states its q truly.
+    The ``sample`` has been written; its text is written anew in turns with a plain one.
     """
     if sample.is_plain and not sample.statistics.drafted:
-        return "[both ways are plain decoding: there is no speed-up to measure]"
+        return "both ways are plain decoding: there is no speed-up to measure"
     prompt = sample.source.tokens[: sample.source.prompt_length]
-    tokens = sample.statistics.tokens
-    most = TURNS if tokens < FEW_TOKENS else MOST_TURNS
     ways = [sample.options, sample.options.merged({"draft": "none"})]
-    turns: list[list[Sample]] = []
-    while len(turns) < TURNS or (len(turns) < most and shortest(turns) < FEW_SECONDS):
+
+    def turn() -> list[Sample]:
         begun = [session.begin(prompt, way, sample.rule.sample) for way in ways]
-        turns.append([session.finish(each) for each in begun])
-    texts = "same text"
-    plainly = turns[0][1].tokens
-    if not sample.options.draws_alike:
-        texts = "another text of the same law, if the drafter states its q truly"
-    elif sample.tokens != plainly:
-        why = (
-            session.model.abilities.why_rows_vary or "a defect: here steps do not depend on length"
-        )
-        texts = f"the texts differ from token {common_prefix(sample.tokens, plainly)} on ({why})"
+        return [session.finish(each) for each in begun]
+
+    turns = [turn()]
+    texts = compared(session, sample, turns[0][1])
+    tokens = sample.statistics.tokens
     if tokens < FEW_TOKENS:
-        return f"[{texts}; too short to compare speeds: {tokens} tokens]"
+        return f"{texts}; too short to compare speeds: {tokens} tokens"
+    while len(turns) < TURNS or (len(turns) < MOST_TURNS and seconds_of(turns) < FEW_SECONDS):
+        turns.append(turn())
     turns.sort(key=ratio_of)
-    ratios = [*map(ratio_of, turns)]
-    drafted, plain = turns[(len(turns) - 1) // 2]
-    spread = f"the median of {len(turns)} turns, {ratios[0]:.2f}-{ratios[-1]:.2f}"
-    if ratios[-1] > UNSTEADY * ratios[0]:
-        spread += "; the turns differ much: compare again on an idle machine"
+    slowest, median, fastest = turns[0], turns[(len(turns) - 1) // 2], turns[-1]
     return (
-        f"[{ratio_of((drafted, plain)):.2f} times plain decoding, {drafted.speed:.1f} against"
-        f" {plain.speed:.1f} tokens/s without the prompt ({spread}), {texts}]"
+        f"{ratio_of(median):.2f} times plain decoding, {median[0].speed:.1f} against"
+        f" {median[1].speed:.1f} tokens/s without the prompt (the median of {len(turns)} turns,"
+        f" {ratio_of(slowest):.2f}-{ratio_of(fastest):.2f}), {texts}"
     )
+
+
+def compared(session: Session, sample: Sample, plain: Sample) -> str:
+    """Return in words whether a text and a plain one are equal, as they must be where no draft can
+    change them.
+    """
+    if not sample.options.draws_alike:
+        return "another text of the same law, if the drafter states its q truly"
+    if sample.tokens == plain.tokens:
+        return "same text"
+    why = session.model.abilities.why_rows_vary or "a defect: here steps do not depend on length"
+    differing = common_prefix(sample.tokens, plain.tokens)
+    return f"the texts differ from token {differing} on ({why})"
 
 
 def ratio_of(turn: Sequence[Sample]) -> float:
@@ -185,6 +181,6 @@ def ratio_of(turn: Sequence[Sample]) -> float:
     return turn[0].speed / turn[1].speed
 
 
-def shortest(turns: list[list[Sample]]) -> float:
-    """Return the seconds of all turns, of the way that takes less."""
-    return min(sum(sample.seconds for sample in way) for way in zip(*turns, strict=True))
+def seconds_of(turns: list[list[Sample]]) -> float:
+    """Return the seconds of all turns."""
+    return sum(sample.seconds for turn in turns for sample in turn)

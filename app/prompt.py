@@ -91,7 +91,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     encode = partial(tokenizer.encode_chat, variables=variables)
     if options.json_schema is None:
         return encode(messages)
-    line = f"Answer in JSON that follows this schema: {read_grammar(options, 'json_schema')}"
+    _, schema = read_grammar(options)
+    line = f"Answer in JSON that follows this schema: {schema}"
     if messages[0]["role"] != "system":
         with suppress(InputError):
             return encode([{"role": "system", "content": line}, *messages])
@@ -116,16 +117,18 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
         )
 
 
-def read_grammar(options: Options, name: str) -> str:
-    """Return the source of the grammar that this option gives: a regular expression itself, a
-    schema or a Lark grammar itself or in a file.
+def read_grammar(options: Options) -> tuple[str, str] | None:
+    """Return the kind and the source of the options' grammar, if any. A schema and a Lark grammar
+    are given themselves or in a file.
     """
-    if name == "json_schema":
-        return json.dumps(read_json_option(options, name))
-    source = getattr(options, name)
-    if name == "grammar" and not re.search(LARK_START, source):
-        return read_text(source)
-    return source
+    if options.json_schema is not None:
+        return "json_schema", json.dumps(read_json_option(options, "json_schema"))
+    if options.regex is not None:
+        return "regex", options.regex
+    if options.grammar is None:
+        return None
+    source = options.grammar
+    return "lark", source if re.search(LARK_START, source) else read_text(source)
 
 
 def read_json_option(options: Options, name: str) -> dict[str, Any]:

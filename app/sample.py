@@ -27,28 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sample:
-    """A text that is being written or is finished, as its ``options`` ask.
-
-    ``grammar`` constrains it, if any. ``draft`` is the name of the draft; ``is_plain``: nothing can
-    be drafted. ``prompt_seconds`` is the time in which the prompt was read, and ``wait`` the time
-    from the call to the first round: more, where copies for drafts were made. ``timeline`` has each
-    round with the seconds of decoding so far. ``continues``: the text goes on with whatever its
-    cache holds, as a conversation does. ``trouble`` says why steps fell back to the readable
-    blocks, if so.
-    """
+    """A text that is being written or is finished, as its ``options`` ask."""
 
     source: Text
     options: Options
     rule: Rule
-    grammar: GrammarConstraint | None = None
-    draft: str = ""
-    is_plain: bool = False
-    prompt_seconds: float = 0.0
-    wait: float = 0.0
-    timeline: list[tuple[Round, float]] = field(default_factory=list)
+    grammar: GrammarConstraint | None = None  # that constrains it, if any
+    draft: str = ""  # name of the draft
+    is_plain: bool = False  # whether nothing can be drafted
+    prompt_seconds: float = 0.0  # in which the prompt was read
+    wait: float = 0.0  # seconds from the call to the first round, with the making of copies
+    timeline: list[tuple[Round, float]] = field(default_factory=list)  # rounds, seconds so far
     statistics: Statistics = field(default_factory=Statistics)
-    continues: bool = False
-    trouble: str | None = None
+    continues: bool = False  # goes on with whatever its cache holds, as a conversation does
+    trouble: str | None = None  # why steps fell back to the readable blocks, if so
 
     def __repr__(self) -> str:
         return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"

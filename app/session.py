@@ -1,4 +1,5 @@
-"""Session: a loaded model that writes texts: one after another, several at once, or in a chat.
+"""Session: a loaded model that writes texts, one after another or several at once; and ``Chat``, a
+conversation with it.
 
 Everything that writes uses it: the command line, Python, the server, the benchmark and the search.
 Knows nothing of screens, sockets and argument lists.
@@ -12,13 +13,12 @@ from dataclasses import replace
 from functools import partial
 from threading import RLock
 
-from app.chat import Chat
 from app.common.command_line import say
 from app.common.parsers import MODEL
 from app.drafts import strategy_of
 from app.loaded import LoadedModel
-from app.options import GRAMMARS, OF_THE_MODEL, Options
-from app.prompt import Prompt, check_ids, encode_prompt, read_grammar
+from app.options import OF_THE_MODEL, Options
+from app.prompt import Prompt, check_ids, checked_text, encode_prompt, read_grammar
 from app.sample import Sample, Slot, pieces
 from decoding.model_port import Model
 from decoding.rounds import Round
@@ -49,7 +49,6 @@ class Session(LoadedModel):
         self.sample: Sample | None = None
         self.lock = RLock()
         self.written: float = 0  # tokens
-        self.away = 0.0  # seconds that the readers of texts in shared steps took
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -90,7 +89,7 @@ class Session(LoadedModel):
         options = options or self.options
         ids = encode_prompt(self.tokenizer, prompt, options)
         end = self.labels.spelled(ids[-2 * len(THINK) :]).rstrip()
-        if (options.stop or options.grammar_option) and end.endswith(THINK):
+        if (options.stop or options.grammars) and end.endswith(THINK):
             say(
                 "the chat template opens a thinking part: grammar and stop strings begin in it, not"
                 " after it (see --chat-template-kwargs)"
@@ -113,11 +112,10 @@ class Session(LoadedModel):
         check_ids(ids, self.config, context)
         options = (options or self.options).seeded()
         grammar = None
-        if name := options.grammar_option:
+        if found := read_grammar(options):
             from decoding.grammar import Grammar
 
-            source = read_grammar(options, name)
-            grammar = Grammar(GRAMMARS[name], source, self.vocabulary, self.mask_seconds)(len(ids))
+            grammar = Grammar(*found, self.vocabulary, self.mask_seconds)(len(ids))
         conditions = Conditions(
             min(options.max_new_tokens, context - len(ids)),
             self.tokenizer.eos_ids,
@@ -141,17 +139,20 @@ class Session(LoadedModel):
         texts share steps. Raises InputError.
         """
         text = sample.source
-        called = self.clock()
+        called = now(self.device)
         with self.lock:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
             slot.source = text
-            loaded = self.clock()
+            # 1. Read the prompt, as far as the cache does not hold it.
+            loaded = now(self.device)
             slot.read(sample, target)
-            sample.prompt_seconds += self.clock() - loaded
+            sample.prompt_seconds += now(self.device) - loaded
+            # 2. Prepare the draft, for which copies of weights may be made.
             sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
             sample.is_plain = policy.gamma == 0
-        sample.wait += self.clock() - called
+        sample.wait += now(self.device) - called
+        # 3. Write. Between two rounds the reader of a stream may take long, or call the session.
         rounds = speculate(
             target,
             slot.cache,
@@ -164,7 +165,7 @@ class Session(LoadedModel):
             observer=observer,
         )
         while text.finish is None:
-            began = self.clock()
+            began = now(self.device)
             with self.lock:
                 if slot.source is not text:
                     raise InputError(
@@ -173,15 +174,11 @@ class Session(LoadedModel):
                     )
                 round = self._next(rounds, sample)
                 slot.tokens = text.tokens[:-1]
-            sample.timeline.append((round, sample.seconds + self.clock() - began))
+            sample.timeline.append((round, sample.seconds + now(self.device) - began))
             sample.trouble = self.model.trouble  # a step may have fallen back
             sample.statistics.add(round)
             self.written += len(round.emitted)
             yield round
-
-    def clock(self) -> float:
-        """Return seconds, without those that readers took while texts shared steps."""
-        return now(self.device) - self.away
 
     def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
         """Return the next round. If no token can follow, the error has the grammar's reason."""
@@ -197,27 +194,19 @@ class Session(LoadedModel):
         return sample
 
     def finish_all(self, samples: Sequence[Sample]) -> None:
-        """Write texts to their ends: see ``rounds_of_all``."""
-        with self.lock:
-            for _ in self.rounds_of_all(samples):
-                pass
-
-    def rounds_of_all(self, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Round]]:
-        """Write texts to their ends, together where they share steps; yields their rounds."""
+        """Write texts to their ends, together where they share steps."""
         positions = max((sample.source.longest for sample in samples), default=1)
-        count = self.slots_for(len(samples), positions)
-        if count > 1:
-            slots = [self.new_slot(positions) for _ in range(count)]
-            yield from self._rounds_together(samples, slots)
-            return
-        for sample in samples:
-            for round in self.rounds(sample):
-                yield sample, round
+        with self.lock:
+            count = self.slots_for(len(samples), positions)
+            if count > 1:
+                self._finish_together(samples, [self.new_slot(positions) for _ in range(count)])
+                return
+            for sample in samples:
+                for _ in self.rounds(sample):
+                    pass
 
-    def _rounds_together(
-        self, samples: Sequence[Sample], slots: Sequence[Slot]
-    ) -> Iterator[tuple[Sample, Round]]:
-        """Write texts to their ends, as many at a time as there are slots; yields their rounds.
+    def _finish_together(self, samples: Sequence[Sample], slots: Sequence[Slot]) -> None:
+        """Write texts to their ends, as many at a time as there are slots.
 
         A prompt that all share is read once. The first error is raised when all texts have ended.
         """
@@ -225,34 +214,29 @@ class Session(LoadedModel):
 
         first, *others = slots
         if all(sample.source.tokens == samples[0].source.tokens for sample in samples):
-            began = self.clock()
+            began = now(self.device)
             first.read(samples[0], self.model)
             for slot in others:
                 slot.copy_from(first)
             for sample in samples[: len(slots)]:
-                sample.prompt_seconds = sample.wait = self.clock() - began
+                sample.prompt_seconds = sample.wait = now(self.device) - began
         together = Together(self.model)
         waiting = iter(samples)
-        written: list[tuple[Sample, Round]] = []
         errors: list[InputError] = []
 
         def write(slot: Slot) -> None:
             for sample in waiting:  # the next that no other slot has taken
                 try:
-                    for round in self.rounds(sample, slot, together):
-                        written.append((sample, round))
+                    for _ in self.rounds(sample, slot, together):
+                        pass
                 except InputError as error:
                     errors.append(error)
 
         try:
             for slot in slots:
                 together.start(partial(write, slot))
-            while together.loops:
-                together.step()
-                left = now(self.device)
-                yield from written
-                self.away += now(self.device) - left
-                written.clear()
+            while together.step():
+                pass
         finally:
             for loop in [*together.loops]:
                 together.stop(loop)
@@ -294,6 +278,70 @@ class Session(LoadedModel):
         few = {"max_new_tokens": min(8, self.options.max_new_tokens)}
         for changes in (few, few | {"draft": "none"}):
             self.finish(self.begin(ids, self.options.merged(changes)))
+
+
+class Chat:
+    """Turns of a user and the model, with a cache of their own.
+
+    ``messages`` are ``{"role": ..., "content": ...}``, as for a chat template; ``sample`` is the
+    last answer, ``options`` stand in place of the session's.
+    """
+
+    def __init__(self, session: Session, options: dict[str, object]) -> None:
+        self.session = session
+        self.options = options
+        system = session.options.merged(options).system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.slot: Slot | None = None
+        self.sample: Sample | None = None
+
+    def say(self, text: str, **options: object) -> Sample:
+        """Return the model's answer to the user's turn ``text``.
+
+        Raises InputError where the conversation is longer than its context: the turn is not kept.
+        """
+        with self.session.lock:
+            for _ in self.rounds(text, **options):
+                pass
+            return self.sample
+
+    def stream(self, text: str, **options: object) -> Iterator[str]:
+        """Return the model's answer in pieces; of one that is not read to its end, those so far
+        stay.
+        """
+        rounds = self.rounds(text, **options)
+        return pieces(self.sample, rounds)
+
+    def rounds(self, text: str, **options: object) -> Iterator[Round]:
+        """Return the rounds in which the model's answer is written, which is then ``sample``."""
+        if "system" in options:
+            raise InputError("system is an option of chat, not of a turn", "system")
+        session = self.session
+        merged = session.options.merged(self.options).merged(options)
+        messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
+        self.slot = self.slot or session.new_slot(session.capacity())
+        self.sample = session.begin(
+            session.encode(messages, merged), merged, context=self.slot.cache.capacity
+        )
+        self.sample.continues = True
+        return self._answer(messages, self.sample)
+
+    def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
+        if self.messages != messages[:-1]:
+            raise InputError(
+                "the conversation went on and cut this stream off: read a stream to its end"
+            )
+        # Nothing is kept of a turn that could not be answered.
+        for round in self.session.rounds(sample, self.slot):
+            self.messages = [*messages, {"role": "assistant", "content": sample.text}]
+            yield round
+
+    def forget(self) -> None:
+        """Forget the oldest turn of the user, if any, with its answer. It ends a stream."""
+        if self.slot:
+            self.slot.source = None
+        begin = len(self.messages) % 2  # turns are pairs, after a system message, if any
+        del self.messages[begin : begin + 2]
 
 
 def load(model: str = MODEL["default"], **options: object) -> Session:

@@ -6,7 +6,6 @@ Ctrl-C ends an answer; at the prompt it ends the conversation.
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from select import select
 
 from app.common.command_line import say
 from app.drafts import KINDS
@@ -14,7 +13,6 @@ from app.output import statistics_line, view
 from app.session import Session
 from model.errors import InputError
 
-PASTED = 0.05  # seconds after a line, in which the next one can only be pasted
 HELP = f"""/draft KIND: draft by {", ".join(KINDS)}
 /trace: show drafts, or no longer
 /stats: numbers of the last answer   /forget: forget the oldest turn   /reset: begin anew   /quit"""
@@ -62,19 +60,10 @@ class Terminal:
 
 
 def turns() -> Iterator[str]:
-    """Yield the user's lines, without empty ones, until /quit, the end of input or Ctrl-C.
-
-    Lines that a terminal has at once are pasted: they are one turn.
-    """
-    is_terminal = sys.stdin.isatty()
+    """Yield the user's lines, without empty ones, until /quit, the end of input or Ctrl-C."""
+    sign = "> " if sys.stdin.isatty() else ""
     with suppress(EOFError, KeyboardInterrupt):
-        while True:
-            lines = [input("> " if is_terminal else "")]
-            while is_terminal and select([sys.stdin], [], [], PASTED)[0]:
-                lines.append(input())
-            turn = "\n".join(lines).strip()
-            if turn == "/quit":
-                return
+        while (turn := input(sign).strip()) != "/quit":
             if turn:
                 yield turn
 
@@ -82,7 +71,7 @@ def turns() -> Iterator[str]:
 def converse(session: Session) -> None:
     """Hold a conversation until the user ends it. Raises InputError without a chat template."""
     with suppress(ImportError):
-        import readline  # noqa: F401 - gives ``input`` its history and editing
+        import readline  # noqa: F401 - gives ``input`` history, editing, and pasting of lines
     if session.tokenizer.chat_template is None:
         raise InputError("--interactive needs a model with a chat template")
     session.check_memory()

@@ -17,8 +17,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 def start() -> None:
     """Prepare the process: what Ctrl-C does, how streams are read and printed, how long idle
-    threads spin. It comes before large libraries are imported. Ends the process in a deleted
-    folder.
+    threads spin. It comes before large libraries are imported.
 
     Ctrl-C ends the process at once until ``run_command`` begins: loading torch takes seconds, in
     which it would otherwise end in a traceback. Characters that the terminal cannot show are
@@ -30,13 +29,6 @@ def start() -> None:
     # A closed stream is None, which ``run_command`` reports. Escaped bytes are refused later.
     for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "replace")
-    try:
-        os.getcwd()
-    except OSError:  # torch could not load its libraries
-        print("error: the working directory was deleted: change to another", file=sys.stderr)
-        sys.exit(2)
-    if os.environ.get("COLUMNS") == "0":  # of a terminal without a size: rich would print nothing
-        del os.environ["COLUMNS"]
     # Number of times that an idle OpenMP thread of torch looks for work before it sleeps. While it
     # looks, it keeps a core from other programs and from the threads of a compiled step.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -81,8 +73,8 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         # of a stream or a socket there is no name
         name = "a file or a stream" if error.filename is None else error.filename
         # an InputError shows line breaks of a file's name as spaces
-        failure = InputError(f"{name} cannot be read or written: {error.strerror or error}")
-        return ended(2, f"error: {failure}")
+        why = InputError(f"{name} cannot be read or written: {error.strerror or error}")
+        return ended(2, f"error: {why}")
     except (RuntimeError, MemoryError) as error:
         reason = one_line(error)
         if isinstance(error, RuntimeError) and not any(each in reason for each in OUT_OF_MEMORY):

@@ -22,14 +22,14 @@ def pick_device(name: str | None) -> torch.device:
     """Return the device of this name, which is the current one from then on; None is a GPU where
     there is one. Raises InputError without it.
     """
-    if name is None and not torch.cuda.is_available() and NVIDIA.exists():
-        cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
-        say(
-            "the CPU is used although there is an NVIDIA GPU:"
-            f" torch {torch.__version__} is built for {cuda or 'CPUs'}; {WHEELS}"
-        )
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and NVIDIA.exists():
+            cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
+            say(
+                "the CPU is used although there is an NVIDIA GPU:"
+                f" torch {torch.__version__} is built for {cuda or 'CPUs'}; {WHEELS}"
+            )
     try:
         device = torch.device(name)
         if device.type in ("cpu", "cuda"):

@@ -1,14 +1,14 @@
 """Comparison with plain decoding: the same prompt, options and rule, in turns, after a warm-up."""
 
 import re
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import generate
-from app import output, session
+from app import session
 from app.output import MOST_TURNS, TURNS, comparison
 from app.session import Session, load
 from decoding.drafters import PromptLookup
@@ -16,7 +16,7 @@ from tests.calls import recorded
 
 
 def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
-    """Runs of the loop: two short ones that are not timed, the text that is shown, then turns."""
+    """Runs of the loop: two short ones that are not timed, the text that is shown, then a turn."""
     options = ["--model", "tiny-llama", "--max-new-tokens", "9", "--draft", "exit", "--compare"]
     with pytest.MonkeyPatch.context() as patch:
         runs = recorded(
@@ -32,7 +32,7 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
         assert generate.main(["the hen", *options]) == 0
     drafters, budgets, beyond_prompt = zip(*runs, strict=True)
     both = ("ModelDrafter", "NoDraft")
-    assert drafters == (*both, "ModelDrafter", *both * TURNS) and TURNS >= 3
+    assert drafters == (*both, "ModelDrafter", *both)
     # The warm-up is long enough for a draft of full length, 4 tokens.
     assert budgets[0] == budgets[1] > 5 and budgets[2:] == (9,) * (len(budgets) - 2)
     # the first run finds the prompt but its last token, as the loop wants it
@@ -98,14 +98,3 @@ def test_speeds_are_compared_unless_the_text_is_too_short(
     said = comparison(idle, idle.write([5, 9, 2], max_new_tokens=tokens))
     wanted = ["1.00", speed, speed, str(turns), "1.00", "1.00"] if turns else [str(tokens)]
     assert re.findall(r"[\d.]+", said) == wanted and "same text" in said
-
-
-def test_turns_that_disagree_are_told(idle: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here each text takes longer than the one before it. The speeds are those of one turn."""
-    ticks = accumulate(count(step=1e-4))
-    monkeypatch.setattr(session, "now", lambda device: next(ticks))
-    monkeypatch.setattr(output, "UNSTEADY", 1.01)
-    said = comparison(idle, idle.write([5, 9, 2], max_new_tokens=48))
-    assert "the turns differ much: compare again on an idle machine" in said
-    times, drafted, plain = map(float, re.findall(r"\d+\.\d+", said)[:3])
-    assert times == pytest.approx(drafted / plain, rel=0.1) and times != 1

@@ -3,7 +3,6 @@ behind. Conversations at a terminal.
 """
 
 import io
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import generate
 from app import session as sessions
 from app.session import Session
-from app.terminal import turns
 from decoding.verify import RULES
 from model.decoder import PREFILL_CHUNK
 from model.fast import cpu
@@ -67,7 +65,7 @@ def test_speed_counts_the_time_from_the_end_of_the_prompt_to_the_last_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A clock that a reader moves by 1000 seconds, copies by 100, the prompt by 10, each pass by 1.
-    Texts in shared steps have the same time: their reader's is not theirs.
+    Texts in shared steps have the same time.
     """
     session = generate.load("tiny-llama", max_new_tokens=12, draft="none")
     clock = [0]
@@ -80,12 +78,13 @@ def test_speed_counts_the_time_from_the_end_of_the_prompt_to_the_last_token(
     takes(monkeypatch, type(session.model), "together", 1)
     with monkeypatch.context() as patch:
         takes(patch, sessions, "strategy_of", 100)
-        sample = session.write(FOX)
+        sample = session.begin(session.encode(FOX))
+        for _ in session.rounds(sample):
+            clock.append(clock[-1] + 1000)
     assert (sample.prompt_seconds, sample.seconds, sample.speed) == (10, 12, 1)
     assert sample.first_token_seconds == 100 + 10 + 1
     samples = [session.begin(session.encode(FOX)) for _ in range(2)]
-    for _ in session.rounds_of_all(samples):
-        clock.append(clock[-1] + 1000)
+    session.finish_all(samples)
     for each in samples:
         assert (each.prompt_seconds, each.seconds, each.first_token_seconds) == (10, 12, 10 + 1)
 
@@ -280,15 +279,3 @@ def test_a_conversation_at_a_terminal(
     # of the last answer, whatever drafts next
     assert said.err.count("tokens/s; prompt lookup") == 2
     assert "accepted" in said.out, "the trace"
-
-
-def test_lines_that_are_pasted_together_are_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    keyboard, terminal = os.openpty()
-    with open(terminal, encoding="utf-8") as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        os.write(keyboard, b"one\ntwo\n\nthree\n")
-        said = turns()
-        assert next(said) == "one\ntwo\n\nthree"
-        os.write(keyboard, b"/quit\n")
-        assert list(said) == []
-    os.close(keyboard)
