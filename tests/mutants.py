@@ -520,11 +520,10 @@ MUTANTS = [
         "a grammar's masks are kept by position only",
         grammar.GrammarConstraint,
         "__call__",
-        "return self.found_after(tuple(tokens[self.prompt_length :]))[0]",
-        "place = len(tokens)\n"
-        "    if place not in (kept := self.__dict__.setdefault('kept', {})):\n"
-        "        kept[place] = self.found_after(tuple(tokens[self.prompt_length :]))[0]\n"
-        "    return kept[place]",
+        "self.masks[written] = self.compute(written)[0]\n    return self.masks[written]",
+        "self.masks[written] = self.compute(written)[0]\n"
+        "    by_position = self.__dict__.setdefault('by_position', {})\n"
+        "    return by_position.setdefault(len(tokens), self.masks[written])",
         under("a choice that decides the rest"),
     ),
     Mutant(
