@@ -247,14 +247,14 @@ class Session(LoadedModel):
         try:
             for slot in slots:
                 together.start(partial(write, slot))
-            while together.loops:
+            while together.calls:
                 together.step()
                 left = now(self.device)
                 yield from written
                 self.away += now(self.device) - left
                 written.clear()
         finally:
-            for loop in [*together.loops]:
+            for loop in [*together.calls]:
                 together.stop(loop)
         if errors:
             raise errors[0]

@@ -105,8 +105,8 @@ def together(model: Decoder, jobs: Sequence[Job], for_few: bool = False) -> None
     shared = Together(model)
     to_come = sorted(jobs, key=lambda job: job.begins)
     steps = 0
-    while to_come or shared.loops:
-        while to_come and (to_come[0].begins <= steps or not shared.loops):
+    while to_come or shared.calls:
+        while to_come and (to_come[0].begins <= steps or not shared.calls):
             job = to_come.pop(0)
             shared.start(lambda job=job: job.write(model, shared, for_few))
         shared.step()
@@ -231,7 +231,7 @@ def test_an_error_of_a_shared_step_is_raised_in_the_loop_that_made_it() -> None:
     for start in (0, 3, 0):
         shared.start(partial(loop, start))
     shared.step()
-    assert failed == [3] and not shared.loops
+    assert failed == [3] and not shared.calls
 
 
 def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
@@ -242,9 +242,9 @@ def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
     loops = [shared.start(lambda: job.write(model, shared)) for _ in range(2)]
     shared.step()
     shared.stop(loops[0])
-    assert not torch.is_inference_mode_enabled() and len(shared.loops) == 1
+    assert not torch.is_inference_mode_enabled() and len(shared.calls) == 1
     with pytest.raises(DeadEnd):
         shared.start(Mock(side_effect=DeadEnd("no")))
     while shared.step():
         pass
-    assert not torch.is_inference_mode_enabled() and not shared.loops and not shared.calls
+    assert not torch.is_inference_mode_enabled() and not shared.calls
