@@ -235,7 +235,7 @@ class Auto(Policy):
         A draft that ends by confidence has as many tokens as the credit covers.
         """
         rate = offer.rates.mean()
-        longest = limit if offer.tokens is None else min(limit, len(offer.tokens))
+        longest = limit if offer.tokens is None else len(offer.tokens)
         covered = self.estimates.credit + 1 - offer.of_round
         lengths = [k for k in range(1, longest + 1) if k * offer.cost <= covered]
         # Later tokens are accepted less often than the first: if that one does not pay, none does.

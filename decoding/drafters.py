@@ -54,11 +54,19 @@ class Drafter(Protocol):
 
 @dataclass
 class Wrapper:
-    """Drafter around an ``inner`` one. A subclass says what is drafted; the inner drafter is rolled
-    back.
-    """
+    """Drafter around an ``inner`` one, which drafts where ``instead`` has no draft."""
 
     inner: Drafter
+
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Return the draft of ``instead``, or that of the inner drafter."""
+        own = self.instead(text, limit)
+        return own or self.inner.propose(text, limit, params, policy, randomness)
+
+    def instead(self, text: Text, limit: int) -> Draft | None:
+        """Return a draft of up to ``limit`` tokens, if any, in place of the inner drafter's."""
 
     def rollback(self, length: int) -> None:
         self.inner.rollback(length)
@@ -202,7 +210,8 @@ class ModelDrafter:
             rows.append(probs)
             if policy.reads_draft_confidence:
                 raw = torch.softmax(logits[0].float(), dim=-1)
-                if not policy.keep_drafting(raw.gather(0, unread).item()):  # synchronises
+                confidence = raw.gather(0, unread).item()  # synchronises
+                if not policy.keep_drafting(confidence):
                     break
             if ends_at_eos and int(unread) in text.conditions.eos_ids:
                 break

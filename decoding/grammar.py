@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import llguidance
 import numpy as np
@@ -23,13 +22,10 @@ import torch
 from torch import Tensor
 
 from decoding.drafters import Draft, Wrapper, draft_of
-from decoding.policies import Policy
-from decoding.randomness import Randomness
-from decoding.sampling import SamplingParams
 from decoding.text import Text, common_prefix
 from model.errors import InputError, explaining
 
-Kind = Literal["json_schema", "regex", "lark"]
+# kinds of grammars, as errors call them
 TITLES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
 # the one style of JSON: without it a model may fill its budget with spaces
@@ -81,13 +77,13 @@ class Vocabulary:
 class Grammar:
     """Grammar of the output. Called with the length of a prompt, it makes a text's constraint.
 
-    ``source`` is a JSON schema as JSON, a regular expression in the syntax of Rust, which the whole
-    output must match, or a Lark grammar whose start is ``start``. ``seconds``: the
-    longest that the masks of a text may compute in all. Raises InputError for a source that is
-    wrong, not supported or that no text satisfies.
+    ``source`` is, by its ``kind``, a JSON schema as JSON, a regular expression in the syntax of
+    Rust, which the whole output must match, or a Lark grammar whose start is ``start``.
+    ``seconds``: the longest that the masks of a text may compute in all. Raises InputError for a
+    source that is wrong, not supported or that no text satisfies.
     """
 
-    kind: Kind
+    kind: str
     source: str
     vocabulary: Vocabulary
     seconds: float = math.inf
@@ -221,14 +217,10 @@ class ForcedTokens(Wrapper):
 
     constraint: GrammarConstraint
 
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        """Return the draft of forced tokens, or that of the inner drafter."""
+    def instead(self, text: Text, limit: int) -> Draft | None:
+        """Return the draft of forced tokens, if there are any."""
         forced = self.forced(text, limit)
-        if forced:
-            return draft_of(text, forced)
-        return self.inner.propose(text, limit, params, policy, randomness)
+        return draft_of(text, forced) if forced else None
 
     def forced(self, text: Text, limit: int) -> list[int]:
         """Return up to ``limit`` tokens that must, or probably will, follow the text."""

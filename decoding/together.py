@@ -18,9 +18,6 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from decoding.drafters import Draft, Wrapper, draft_of
-from decoding.policies import Policy
-from decoding.randomness import Randomness
-from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model.decoder import Decoder, chunk_at
 from model.plan import LayerPlan
@@ -141,10 +138,6 @@ class ForFew(Wrapper):
 
     together: Together
 
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        """Return the inner drafter's draft, or an empty one."""
-        if len(self.together.calls) > FEW:
-            return draft_of(text, ())
-        return self.inner.propose(text, limit, params, policy, randomness)
+    def instead(self, text: Text, limit: int) -> Draft | None:
+        """Return an empty draft while there are too many texts."""
+        return draft_of(text, ()) if len(self.together.calls) > FEW else None

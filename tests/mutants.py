@@ -404,8 +404,8 @@ MUTANTS = [
         "an unsure token is drawn, looked at and dropped",
         drafters.ModelDrafter,
         "propose",
-        "if not policy.keep_drafting(raw.gather(0, unread).item()):  # synchronises\n",
-        "if not policy.keep_drafting(raw.gather(0, unread).item()):\n"
+        "if not policy.keep_drafting(confidence):\n",
+        "if not policy.keep_drafting(confidence):\n"
         "                tokens.pop()\n"
         "                rows.pop()\n",
         law(LONG, ADAPTIVE),
