@@ -248,3 +248,22 @@ def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
     while shared.step():
         pass
     assert not torch.is_inference_mode_enabled() and not shared.calls
+
+
+def test_a_loop_that_fails_leaves_the_others_their_calls() -> None:
+    """Also those of the step that it shared with them."""
+    model = MODELS["llama"]
+    shared = Together(model)
+    job = Job([1], Conditions(4))
+
+    def fail() -> None:
+        shared(torch.zeros(1, 1, dtype=torch.int64), model.new_cache(8))
+        raise DeadEnd("no")
+
+    shared.start(fail)
+    shared.start(lambda: job.write(model, shared))
+    with pytest.raises(DeadEnd):
+        shared.step()
+    while shared.step():
+        pass
+    assert job.rounds == alone(model, job).rounds
