@@ -209,8 +209,9 @@ class Auto(Policy):
         costs = self.costs_at(len(text))  # which may measure them
         began = perf_counter()
         offers = [*self._offers(text, limit, costs)]
-        drafts = [(*self._best_length(offer, limit), offer) for offer in offers]
-        speedup, length, taken = max((1.0, 0, plain(costs)), *drafts, key=lambda draft: draft[0])
+        drafts = [(1.0, 0, plain(costs))]
+        drafts += [(*self._best_length(offer, limit), offer) for offer in offers]
+        speedup, length, taken = max(drafts, key=lambda draft: draft[0])
         self.choice = Choice(taken, speedup, offers, began)
         if taken.tokens is not None:
             return draft_of(text, taken.tokens[:length])

@@ -152,6 +152,7 @@ def test_a_round_that_costs_more_than_the_credit_is_not_made_where_its_rows_are_
     costs = Costs({}, 0.0, timed=True, beyond={"lookup": 0.75})
     policy = Auto({"lookup": PromptLookup()}, lambda length: costs, Estimates(credit=0.04))
     assert round_of(policy, 0, [1, 2, 3, 1, 2, 3]) == 0
+    assert round_of(policy, 0, [1, 2, 3]) == 0, "nothing is offered"
 
 
 def test_a_round_whose_draft_was_not_asked_for_is_not_timed() -> None:
