@@ -235,10 +235,10 @@ class Session(LoadedModel):
         try:
             for slot in slots:
                 together.start(partial(write, slot))
-            while together.step():
-                pass
+            while together.calls:
+                together.step()
         finally:
-            for loop in [*together.loops]:
+            for loop in [*together.calls]:
                 together.stop(loop)
         if errors:
             raise errors[0]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from decoding.drafters import Draft, Drafter, ModelFreeDrafter, draft_of, empty_draft
+from decoding.drafters import Draft, Drafter, ModelFreeDrafter, draft_of
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
@@ -32,7 +32,10 @@ from model.plan import LayerPlan
 LONGEST = 7  # tokens of a draft: a ninth row may cost much more
 MEASURED = 0.1  # seconds that all timed steps take
 LEAST_TURNS = 3  # of timed steps
-PRIOR_RATE = 0.7  # α of a kind of draft before its first round, where nothing else is known
+# α of a kind of draft before its first round: of lookups by their quality, and where nothing is
+# known
+PRIOR_RATES = {"lookup 1": 0.3, "lookup 2": 0.5, "lookup 8": 0.8, "lookup 16": 0.9}
+PRIOR_RATE = 0.7
 
 
 @dataclass
@@ -129,32 +132,40 @@ class Estimates:
 
 
 class Offer(NamedTuple):
-    """Possible draft of the coming round, by the drafter ``name``.
+    """Possible draft of the coming round, by the drafter ``name``; None is plain decoding.
 
-    ``rates`` are those of its kind. ``cost`` is that of a drafted token: its draft step, if it
-    needs one, and its row of the verification. ``of_round`` is the cost of a round with it, without
-    its tokens. ``tokens`` are given where they are known without running a model.
+    ``rates`` are those of its kind: a model's drafts, or guesses of one quality. ``cost`` is that
+    of a drafted token: its draft step, if it needs one, and its row of the verification.
+    ``of_round`` is the cost of a round with it, without its tokens. ``tokens`` are given where they
+    are known without running a model.
     """
 
-    name: str
+    name: str | None
     rates: Rates
     cost: float
     of_round: float
     tokens: Sequence[int] | None = None
 
 
+def plain(costs: Costs) -> Offer:
+    """Return the offer of plain decoding. A draft in its round is another drafter's: it costs its
+    rows.
+    """
+    return Offer(None, Rates(0.0), costs.row, 1.0, ())
+
+
 @dataclass
 class Choice:
-    """All offers of a round, the one that is taken, if any pays, and its expected speed-up.
+    """Offer that is taken for a round, its expected speed-up, and all offers that were made.
 
     ``began``: when the draft was asked for, by the clock, if it was. While its model drafts,
     ``confidences`` has those of the drafted tokens, and ``reached`` is the probability that all of
     them are accepted.
     """
 
-    offers: Sequence[Offer] = ()
-    taken: Offer | None = None
+    taken: Offer
     speedup: float = 1.0
+    offers: Sequence[Offer] = ()
     began: float | None = None
     confidences: list[float] = field(default_factory=list)
     reached: float = 1.0
@@ -178,8 +189,8 @@ class Auto(Policy):
         by_confidence: bool = True,
         longest: int | None = None,
     ) -> None:
-        """``costs``: those after a text of some length; ``priors``: α of a model's drafts before
-        its first round; ``by_confidence``: whether a model's draft ends by the confidence of its
+        """``costs``: those after a text of some length; ``priors``: α of kinds of drafts before
+        their first round; ``by_confidence``: whether a model's draft ends by the confidence of its
         tokens, which the host then reads one by one; ``longest``: most tokens of a draft, where
         fewer than ``LONGEST``.
         """
@@ -188,8 +199,8 @@ class Auto(Policy):
         self.drafters = drafters
         self.costs_at = costs
         self.estimates = estimates or Estimates()
-        self.priors = priors or {}
-        self.choice = Choice()  # in the current round
+        self.priors = PRIOR_RATES | dict(priors or {})
+        self.choice: Choice | None = None  # in the current round
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -198,31 +209,25 @@ class Auto(Policy):
         costs = self.costs_at(len(text))  # which may measure them
         began = perf_counter()
         offers = [*self._offers(text, limit, costs)]
-        plain = 1.0, 0, None
-        drafts = [plain, *((*self._best_length(offer, limit), offer) for offer in offers)]
+        drafts = [(1.0, 0, plain(costs))]
+        drafts += [(*self._best_length(offer, limit), offer) for offer in offers]
         speedup, length, taken = max(drafts, key=lambda draft: draft[0])
-        self.choice = Choice(offers, taken, speedup, began)
-        if taken is None:
-            return empty_draft(text.vocab_size, text.device)
+        self.choice = Choice(taken, speedup, offers, began)
         if taken.tokens is not None:
             return draft_of(text, taken.tokens[:length])
         return self.drafters[taken.name].propose(text, length, params, policy, randomness)
 
     def _offers(self, text: Text, limit: int, costs: Costs) -> Iterator[Offer]:
-        """Return the offers of all drafters that have one. A kind of draft is a model's, or a guess
-        of one quality.
-        """
+        """Return the offers of all drafters that have one."""
         for name, drafter in self.drafters.items():
             of_round = 1 + costs.beyond.get(name, 0.0)
             if isinstance(drafter, ModelFreeDrafter):
                 quality, tokens = drafter.find(text, limit)
                 if tokens:
-                    prior = drafter.PRIOR_RATES.get(quality, PRIOR_RATE)
-                    rates = self.rates(f"{name} {quality}", prior)
+                    rates = self.rates(f"{name} {quality}")
                     yield Offer(name, rates, costs.row, of_round, tokens)
             elif name in costs.steps:
-                rates = self.rates(name, self.priors.get(name, PRIOR_RATE))
-                yield Offer(name, rates, costs.row + costs.steps[name], of_round)
+                yield Offer(name, self.rates(name), costs.row + costs.steps[name], of_round)
 
     def _best_length(self, offer: Offer, limit: int) -> tuple[float, int]:
         """Return the largest expected speed-up of an offer and the length that has it, as far as
@@ -231,7 +236,7 @@ class Auto(Policy):
         A draft that ends by confidence has as many tokens as the credit covers.
         """
         rate = offer.rates.mean()
-        longest = limit if offer.tokens is None else min(limit, len(offer.tokens))
+        longest = limit if offer.tokens is None else len(offer.tokens)
         covered = self.estimates.credit + 1 - offer.of_round
         lengths = [k for k in range(1, longest + 1) if k * offer.cost <= covered]
         # Later tokens are accepted less often than the first: if that one does not pay, none does.
@@ -256,19 +261,17 @@ class Auto(Policy):
     def observe(self, round: Round) -> None:
         """Learn from a finished round, and settle its credit.
 
-        Known tokens are compared with the text even where their offer was not taken. Where no offer
-        was, any draft is another drafter's.
+        Known tokens are compared with the text even where their offer was not taken.
         """
-        choice = self.choice
-        self.choice = Choice()
+        costs = self.costs_at(round.position)
+        choice = self.choice or Choice(plain(costs))
+        self.choice = None
         taken = choice.taken
         drafted = len(round.drafted)
-        costs = self.costs_at(round.position)
-        of_tokens = drafted * (taken.cost if taken else costs.row)
-        of_round = taken.of_round if taken else 1
-        self.estimates.settle(len(round.emitted), of_round + of_tokens)
-        if costs.timed and choice.began is not None and (taken or not drafted):
-            costs.observe(taken.name if taken else None, perf_counter() - choice.began, of_tokens)
+        of_tokens = drafted * taken.cost
+        self.estimates.settle(len(round.emitted), taken.of_round + of_tokens)
+        if costs.timed and choice.began is not None:
+            costs.observe(taken.name, perf_counter() - choice.began, of_tokens)
         for offer in choice.offers:
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))
@@ -282,8 +285,9 @@ class Auto(Policy):
         for drafter in self.drafters.values():
             drafter.rollback(length)
 
-    def rates(self, kind: str, prior: float = PRIOR_RATE) -> Rates:
+    def rates(self, kind: str) -> Rates:
         """Return the rates of a kind of draft."""
+        prior = self.priors.get(kind, PRIOR_RATE)
         return self.estimates.rates.setdefault(kind, Rates(prior))
 
 

@@ -10,10 +10,10 @@ Knows nothing of files and options, nor of who chooses a drafter.
 import math
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +34,10 @@ IDS_AS_CHARACTERS = f"utf-32-{sys.byteorder[0]}e"  # an id in four bytes, as in 
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens ``[k]`` int64 and the distributions ``[k, vocab]`` they were drawn from.
-
-    For records only: ``logits`` of each token, ``[1, vocab]``, if a model drafted.
-    """
+    """Drafted tokens ``[k]`` int64 and the distributions ``[k, vocab]`` they were drawn from."""
 
     tokens: Tensor
     probs: Tensor
-    logits: Sequence[Tensor] = ()
 
 
 class Drafter(Protocol):
@@ -58,11 +54,19 @@ class Drafter(Protocol):
 
 @dataclass
 class Wrapper:
-    """Drafter around an ``inner`` one. A subclass says what is drafted; the inner drafter is rolled
-    back.
-    """
+    """Drafter around an ``inner`` one, which drafts where ``instead`` has no draft."""
 
     inner: Drafter
+
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Return the draft of ``instead``, or that of the inner drafter."""
+        own = self.instead(text, limit)
+        return own or self.inner.propose(text, limit, params, policy, randomness)
+
+    def instead(self, text: Text, limit: int) -> Draft | None:
+        """Return a draft of up to ``limit`` tokens, if any, in place of the inner drafter's."""
 
     def rollback(self, length: int) -> None:
         self.inner.rollback(length)
@@ -79,9 +83,8 @@ class CheckedDrafter(Wrapper):
     target: Model
 
     def __post_init__(self) -> None:
-        for method in ("propose", "rollback"):
-            if not callable(getattr(self.inner, method, None)):
-                raise self._error(f"it has no method `{method}`")
+        if not (hasattr(self.inner, "propose") and hasattr(self.inner, "rollback")):
+            raise self._error("it must have the methods `propose` and `rollback`")
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -159,15 +162,6 @@ def draft_of(text: Text, tokens: Sequence[int]) -> Draft:
     return Draft(ids, one_hot(ids, text.vocab_size))
 
 
-def in_a_row(drafts: Sequence[Draft]) -> Draft:
-    """Return a draft of the tokens of all these drafts of a model, one after another."""
-    return Draft(
-        torch.cat([each.tokens for each in drafts]),
-        torch.cat([each.probs for each in drafts]),
-        [logits for each in drafts for logits in each.logits],
-    )
-
-
 class ModelDrafter:
     """Draft by a model: the target under a layer plan, or a smaller one.
 
@@ -192,47 +186,37 @@ class ModelDrafter:
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Return a draft of up to ``limit`` tokens, drawn one by one from the model's
-        distributions.
+        distributions. It ends early where no token is allowed: that is an error only if the text
+        comes to this place.
         """
         limit = min(limit, self.model.max_positions + 1 - len(text))
+        # What follows an end-of-text token would be discarded. A draft ends with it where the host
+        # reads the tokens anyway. Elsewhere a GPU would have to synchronise for each.
+        reads_confidence_on_cpu = policy.reads_draft_confidence and text.device.type == "cpu"
+        ends_at_eos = reads_confidence_on_cpu or bool(text.conditions.constraints)
         context = text.tensor()
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
-        ends_at_eos = ends_at_end_of_text(text, policy)
-        steps: list[Draft] = []  # drafts of one token each
-        while len(steps) < limit:
-            step = self._draw(text, context, unread, len(steps), params, randomness)
-            if step is None:
+        empty = empty_draft(text.vocab_size, text.device)
+        tokens = [empty.tokens]
+        rows = [empty.probs]
+        for drafted in range(limit):
+            logits = self._read(unread, len(context) - len(unread), text.vocab_size)
+            allowed = text.allowed(context[len(text) :], first=drafted)
+            probs = distribution(logits, context, params, allowed)
+            if allowed is not None and not probs.any():
                 break
-            steps.append(step)
-            unread = step.tokens
-            if policy.reads_draft_confidence and not policy.keep_drafting(confidence_of(step)):
+            unread = randomness.draw(probs[0], text.place(drafted))[None]
+            tokens.append(unread)
+            rows.append(probs)
+            if policy.reads_draft_confidence:
+                raw = torch.softmax(logits[0].float(), dim=-1)
+                confidence = raw.gather(0, unread).item()  # synchronises
+                if not policy.keep_drafting(confidence):
+                    break
+            if ends_at_eos and int(unread) in text.conditions.eos_ids:
                 break
-            if ends_at_eos and int(step.tokens) in text.conditions.eos_ids:
-                break
-            context = torch.cat((context, step.tokens))
-        return in_a_row([empty_draft(text.vocab_size, text.device), *steps])
-
-    def _draw(
-        self,
-        text: Text,
-        context: Tensor,
-        unread: Tensor,
-        drafted: int,
-        params: SamplingParams,
-        randomness: Randomness,
-    ) -> Draft | None:
-        """Return a draft of one token, after a step of the model that reads the ``unread`` tokens.
-
-        These are the last ones of the text with its first ``drafted`` drafted tokens. None where no
-        token is allowed: that is an error only if the text comes to this place.
-        """
-        logits = self._read(unread, len(text) + drafted - len(unread), text.vocab_size)
-        allowed = text.allowed(context[len(text) :], first=drafted)
-        probs = distribution(logits, context, params, allowed)
-        if allowed is not None and not probs.any():
-            return None
-        token = randomness.draw(probs[0], text.place(drafted))
-        return Draft(token[None], probs, [logits])
+            context = torch.cat((context, unread))
+        return Draft(torch.cat(tokens), torch.cat(rows))
 
     def _read(self, tokens: Tensor, start: int, vocab_size: int) -> Tensor:
         """Return the logits ``[1, vocab]`` of the target's vocabulary after tokens ``[n]`` from
@@ -254,16 +238,11 @@ class ModelDrafter:
 
 
 class ModelFreeDrafter:
-    """Drafter of tokens that are known without running a model. ``find`` gives them.
-
-    ``PRIOR_RATES``: by the quality of a guess, its acceptance rate before any was judged.
-    """
-
-    PRIOR_RATES: ClassVar[Mapping[int, float]] = {}
+    """Drafter of tokens that are known without running a model. ``find`` gives them."""
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        """Return the number that says how good the guess is, for which policies estimate an
-        acceptance, and up to ``limit`` tokens.
+        """Return up to ``limit`` tokens, after the number that says how good this guess is: of a
+        better one more tokens are accepted.
         """
         return 0, []
 
@@ -290,17 +269,14 @@ class PromptLookup(ModelFreeDrafter):
     """
 
     LONGEST = 16  # tokens of an n-gram
-    PRIOR_RATES: ClassVar[Mapping[int, float]] = {1: 0.3, 2: 0.5, 8: 0.8, 16: 0.9}
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Return the length of the n-gram at the end of the text that occurred before, of long ones
         rounded down to a power of two, and up to ``limit`` tokens after it.
 
-        Each id is the number of a character, since Python searches strings fast. In a vocabulary of
-        more tokens than there are characters nothing is found.
+        Each id is the number of a character, since Python searches strings fast. No vocabulary has
+        as many tokens as there are characters, 1,114,112.
         """
-        if text.vocab_size > sys.maxunicode + 1:
-            return 0, []
         string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
         length = after = 0
         for size in range(1, min(self.LONGEST, len(string) - 1) + 1):
@@ -312,22 +288,3 @@ class PromptLookup(ModelFreeDrafter):
             after = begin + size
         quality = length if length < 4 else 1 << (length.bit_length() - 1)
         return quality, text.tokens[after : after + limit] if length else []
-
-
-def ends_at_end_of_text(text: Text, policy: Policy) -> bool:
-    """Return whether a model's draft ends with an end-of-text token: what follows would be
-    discarded.
-
-    It does where the host reads the tokens anyway: for constraints, or on a CPU for a policy that
-    asks for their confidences. Elsewhere a GPU would have to synchronise for each, and a draft of
-    fixed length has its length.
-    """
-    reads_confidence_on_cpu = policy.reads_draft_confidence and text.device.type == "cpu"
-    return bool(text.conditions.constraints) or reads_confidence_on_cpu
-
-
-def confidence_of(step: Draft) -> float:
-    """Return the confidence of the only token of a draft: its softmax probability under the model's
-    raw logits. Synchronises.
-    """
-    return torch.softmax(step.logits[0][0].float(), dim=-1).gather(0, step.tokens).item()

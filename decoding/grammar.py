@@ -10,14 +10,11 @@ has seen no other. There the mask has one token, which ``ForcedTokens`` drafts w
 other file of this folder knows of grammars.
 """
 
-import json
 import math
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import Literal
+from functools import cached_property
 
 import llguidance
 import numpy as np
@@ -25,13 +22,10 @@ import torch
 from torch import Tensor
 
 from decoding.drafters import Draft, Wrapper, draft_of
-from decoding.policies import Policy
-from decoding.randomness import Randomness
-from decoding.sampling import SamplingParams
 from decoding.text import Text, common_prefix
 from model.errors import InputError, explaining
 
-Kind = Literal["json_schema", "regex", "lark"]
+# kinds of grammars, as errors call them
 TITLES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
 # the one style of JSON: without it a model may fill its budget with spaces
@@ -83,21 +77,20 @@ class Vocabulary:
 class Grammar:
     """Grammar of the output. Called with the length of a prompt, it makes a text's constraint.
 
-    ``source`` is a JSON schema as JSON, a regular expression in the syntax of Rust, which the whole
-    output must match, or a Lark grammar whose start is ``start``. ``seconds``: the
-    longest that the masks of a text may compute in all. Raises InputError for a source that is
-    wrong, not supported or that no text satisfies.
+    ``source`` is, by its ``kind``, a JSON schema as JSON, a regular expression in the syntax of
+    Rust, which the whole output must match, or a Lark grammar whose start is ``start``.
+    ``seconds``: the longest that the masks of a text may compute in all. Raises InputError for a
+    source that is wrong, not supported or that no text satisfies.
     """
 
-    kind: Kind
+    kind: str
     source: str
     vocabulary: Vocabulary
     seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        constraint = self(0)
-        first = constraint([])  # some grammars that nothing satisfies fail only here
-        if trouble := constraint.trouble_after([]):
+        first, trouble = self(0).compute(())  # some grammars that nothing satisfies fail only here
+        if trouble:
             raise InputError(trouble)
         first[list(self.vocabulary.eos_ids)] = False
         if not first.any():
@@ -119,42 +112,29 @@ class Grammar:
         )
 
     def _compiled(self) -> str:
-        """Return the source in the library's format."""
-        with explaining(f"the {self.title} is not UTF-8 text", (UnicodeError,)):
-            self.source.encode()
-        if self.kind == "regex":
+        """Return the source in the library's format. Its errors are ValueErrors, as are those of
+        text that is not UTF-8.
+        """
+        with explaining(f"the {self.title}", (ValueError,)):
+            if self.kind == "json_schema":
+                return llguidance.LLMatcher.grammar_from_json_schema(
+                    self.source, overrides=JSON_STYLE
+                )
+            if self.kind == "lark":
+                return llguidance.LLMatcher.grammar_from_lark(self.source)
             if (len(self.source) - len(self.source.rstrip("\\"))) % 2:
-                raise InputError(f"the {self.title} ends in a backslash that escapes nothing")
+                raise ValueError("it ends in a backslash that escapes nothing")
             return llguidance.LLMatcher.grammar_from_regex(self.source)
-        if self.kind == "lark":
-            return llguidance.LLMatcher.grammar_from_lark(self.source)
-        try:
-            schema = json.loads(self.source, parse_constant=finite, parse_float=finite)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"the {self.title} is no JSON: {error}") from None
-        if not isinstance(schema, dict):
-            raise InputError(f"the {self.title}: a schema is an object, found {schema!r:.80}")
-        try:
-            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
-        except ValueError as error:  # a lone surrogate, or a number that no double holds
-            raise InputError(f"the {self.title} is not supported: {error}") from None
 
     def __call__(self, prompt_length: int) -> "GrammarConstraint":
         return GrammarConstraint(self, prompt_length)
 
 
-def finite(number: str) -> float:
-    """Return the number of a JSON text. Raises ValueError for NaN and what exceeds a double."""
-    if not math.isfinite(value := float(number)):
-        raise ValueError(f"{number} is no finite number")
-    return value
-
-
 class GrammarConstraint:
     """Constraint of one text by a grammar: a mask that depends on the tokens after the prompt only.
 
-    The matcher has consumed ``consumed``. The last masks are kept, so that verification finds those
-    of the draft.
+    The matcher has consumed ``consumed``. The last ``masks`` are kept by what was written, so that
+    verification finds those of the draft. ``seconds`` is the time that all have taken.
     """
 
     def __init__(self, grammar: Grammar, prompt_length: int) -> None:
@@ -162,9 +142,7 @@ class GrammarConstraint:
         self.prompt_length = prompt_length
         self.matcher = grammar.pristine.deep_copy()
         self.consumed: tuple[int, ...] = ()
-        # by a weak reference, so that the masks are freed with their text
-        compute = partial(GrammarConstraint._compute, weakref.proxy(self))
-        self.found_after = lru_cache(KEPT_MASKS)(compute)
+        self.masks: dict[tuple[int, ...], Tensor] = {}
         self.seconds = 0.0
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
@@ -173,11 +151,16 @@ class GrammarConstraint:
 
         Raises InputError where the masks of the text have taken too long.
         """
-        return self.found_after(tuple(tokens[self.prompt_length :]))[0]
+        written = tuple(tokens[self.prompt_length :])
+        if written not in self.masks:
+            if len(self.masks) == KEPT_MASKS:
+                del self.masks[next(iter(self.masks))]  # the oldest
+            self.masks[written] = self.compute(written)[0]
+        return self.masks[written]
 
     def trouble_after(self, tokens: Sequence[int]) -> str | None:
-        """Return the library's reason why no token may follow; None where it has not failed."""
-        return self.found_after(tuple(tokens[self.prompt_length :]))[1]
+        """Return the library's reason why no token may follow; None where it does not fail."""
+        return self.compute(tuple(tokens[self.prompt_length :]))[1]
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that the tokenizer gives to the bytes which the grammar forces next."""
@@ -188,23 +171,23 @@ class GrammarConstraint:
         self.seconds += time.thread_time() - began
         return found
 
-    def _compute(self, written: tuple[int, ...]) -> tuple[Tensor, str | None]:
+    def compute(self, written: tuple[int, ...]) -> tuple[Tensor, str | None]:
         """Return the mask after these tokens, by the matcher, and the reason of its failure, if it
         fails.
         """
         began = time.thread_time()
-        for _ in range(2):
-            self._move_to(written)
-            bits = self.matcher.compute_bitmask()
-            trouble = reason(self.matcher) if self.matcher.is_error() else None
-            if trouble is None:
-                break
+        self._move_to(written)
+        bits = self.matcher.compute_bitmask()
+        if self.matcher.is_error():
             # A matcher never leaves an error. Other branches may have used up a limit: once more.
             self.matcher = self.grammar.pristine.deep_copy()
             self.consumed = ()
-        else:
+            self._move_to(written)
+            bits = self.matcher.compute_bitmask()
+        trouble = None
+        if self.matcher.is_error():
+            trouble = f"the {self.grammar.title}: {reason(self.matcher)}"
             bits = bytes(len(bits))
-            trouble = f"the {self.grammar.title}: {trouble}"
         self.seconds += time.thread_time() - began
         if self.seconds > self.grammar.seconds:
             raise InputError(
@@ -234,14 +217,10 @@ class ForcedTokens(Wrapper):
 
     constraint: GrammarConstraint
 
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        """Return the draft of forced tokens, or that of the inner drafter."""
+    def instead(self, text: Text, limit: int) -> Draft | None:
+        """Return the draft of forced tokens, if there are any."""
         forced = self.forced(text, limit)
-        if forced:
-            return draft_of(text, forced)
-        return self.inner.propose(text, limit, params, policy, randomness)
+        return draft_of(text, forced) if forced else None
 
     def forced(self, text: Text, limit: int) -> list[int]:
         """Return up to ``limit`` tokens that must, or probably will, follow the text."""

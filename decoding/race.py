@@ -17,9 +17,7 @@ INVERSE = pow(GOLDEN, -1, 2**64)
 MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 # On a CPU a race of more possible tokens computes the exponentials of those with p of at least
 # 1 / FEW, and of those with a small 1 - u.
-FEW = 4096
-# Where more than one id in SHARED is possible, the exponentials of all are computed and kept.
-SHARED = 8
+FEW = 512
 
 
 def race_at(probs: Tensor, keys: Tensor) -> Tensor:
@@ -54,22 +52,9 @@ def race_among_few(probs: np.ndarray, key: int) -> int:
         close = bits >= max(0, 2**64 - 2**20 - int(arrival / FEW * 2**64))
         few &= close | (probs >= 1 / FEW)
     ids = np.flatnonzero(few)
-    if len(probs) <= FEW and len(probs) < ids.size * SHARED:
-        exponentials = all_exponentials(len(probs), key)[ids]
-    else:
-        exponentials = exponentials_of(id_counters(len(probs))[ids] + key)
+    counters = id_counters(len(probs))[ids] + key
+    exponentials = -np.log1p(complements(hashed(counters)) * -(2.0**-53))
     return ids[(exponentials / probs[ids]).argmin()].item()
-
-
-@lru_cache(maxsize=32)  # several rounds' places: a rejected place is drawn again in the next round
-def all_exponentials(vocab: int, key: int) -> np.ndarray:
-    """Return E of all ids at a place, float64 ``[vocab]``, which draft and target share."""
-    return exponentials_of(id_counters(vocab) + key)
-
-
-def exponentials_of(counters: np.ndarray) -> np.ndarray:
-    """Return E = -log u of int64 ``counters``, which are overwritten, in float64."""
-    return -np.log1p(complements(hashed(counters)) * -(2.0**-53))
 
 
 @lru_cache(maxsize=1)

@@ -22,10 +22,6 @@ class Place(NamedTuple):
     position: int
     retractions: int = 0
 
-    def after(self, tokens: int) -> "Place":
-        """Return the place ``tokens`` positions later."""
-        return self._replace(position=self.position + tokens)
-
 
 class Randomness(Protocol):
     """Source of all random draws, on tensors, so that no draw needs the host."""
@@ -42,9 +38,11 @@ class Randomness(Protocol):
         """Return the tokens ``[rows]`` int64 drawn from rows ``[rows, vocab]``, the first at
         ``place``.
         """
-        return torch.stack(
-            [self.draw(row, place.after(number)) for number, row in enumerate(probs)]
-        )
+        drawn = [
+            self.draw(row, Place(place.position + number, place.retractions))
+            for number, row in enumerate(probs)
+        ]
+        return torch.stack(drawn)
 
 
 UNIFORMS = 64  # uniform numbers drawn at a time

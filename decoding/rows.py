@@ -73,12 +73,9 @@ def first_least(numbers: Tensor) -> Tensor:
 
 def running_sums(numbers: Tensor) -> Tensor:
     """Return the cumulative sums along the last dimension, in the shape of ``numbers``."""
-    size = numbers.shape[-1]
-    if size <= ADDED:
-        return numbers.cumsum(-1)
     sums = chunks_of(numbers, ADDED, 0.0).cumsum(-1)
     before = F.pad(sums[..., -1], (1, -1)).cumsum(-1)
-    return (sums + before[..., None]).flatten(-2)[..., :size]
+    return (sums + before[..., None]).flatten(-2)[..., : numbers.shape[-1]]
 
 
 def chunks_of(numbers: Tensor, size: int, padding: float) -> Tensor:

@@ -53,12 +53,6 @@ class SamplingParams:
                     f"{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}", name
                 )
 
-    @property
-    def penalises(self) -> bool:
-        """Whether any penalty is on: a distribution then depends on the tokens so far."""
-        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-        return penalties != (1, 0, 0)
-
 
 class Filters(NamedTuple):
     """Temperature and filters in the order in which they are applied; None: greedy, or no such
@@ -84,7 +78,7 @@ def distribution(
     """
     scores = logits
     wide = torch.promote_types(logits.dtype, torch.float32)
-    if params.penalises:
+    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0):
         scores = penalised(logits.to(wide), context, params)
     if allowed is not None:
         # The smaller of the score and -inf or inf: vectorised, unlike masked_fill. A NaN stays.

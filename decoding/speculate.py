@@ -19,9 +19,8 @@ from decoding.text import DeadEnd, Text
 from decoding.verify import Verify, verify_by_ratio
 from model.errors import NON_FINITE, InputError
 
-# A callback that records: each round's draft, the target's logits and probabilities [k + 1, vocab],
-# the number of accepted tokens, and the token after them. It cannot change the round.
-Observer = Callable[[Draft, Tensor, Tensor, int, Tensor], None]
+# A callback that records each round's logits of the target, [k + 1, vocab]; called after the round.
+Observer = Callable[[Tensor], None]
 
 
 @torch.inference_mode()
@@ -73,7 +72,7 @@ def speculate(
         round = Round(position, drafted, count, emitted, retracted, text.finish, confidence)
         policy.observe(round)
         if observer:
-            observer(draft, logits, probs, count, token)
+            observer(logits)
         yield round
 
 

@@ -59,41 +59,33 @@ class Conditions:
                 "".join(strings).encode()
 
 
-class Patterns:
-    """Search for several strings at the end of a growing text.
+def completed(strings: Sequence[bytes], data: bytearray, since: int, floor: int = 0) -> int | None:
+    """Return the offset in ``data`` of the string that ends first behind the offset ``since``, if
+    any does.
 
-    It keeps no state between calls, so a rollback of the text needs no rollback here.
+    Of several that end at the same byte, the longest counts. It must begin at ``floor`` or later.
     """
+    begins: dict[int, int] = {}  # by the offset where a string ends, that of the longest
+    for string in strings:
+        begin = data.find(string, max(floor, since - len(string) + 1))
+        if begin >= 0:
+            end = begin + len(string)
+            begins[end] = min(begin, begins.get(end, begin))
+    return begins[min(begins)] if begins else None
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        self.strings = [string.encode() for string in strings]
 
-    def completed(self, data: bytearray, new: int, floor: int = 0) -> int | None:
-        """Return the offset of the pattern that ends first within the last ``new`` bytes, if any.
-
-        Of several that end at the same byte, the longest counts. It must begin at ``floor`` or
-        later.
-        """
-        begins: dict[int, int] = {}  # by the offset where a pattern ends, that of the longest
-        for string in self.strings:
-            begin = data.find(string, max(floor, len(data) - new - len(string) + 1))
-            if begin >= 0:
-                end = begin + len(string)
-                begins[end] = min(begin, begins.get(end, begin))
-        return begins[min(begins)] if begins else None
-
-    def pending(self, data: bytearray, end: int, floor: int = 0) -> int:
-        """Return the offset of the longest suffix of ``data[:end]`` that a pattern begins with;
-        ``end`` if there is none.
-        """
-        first = end
-        for string in self.strings:
-            begin = data.find(string[:1], max(floor, end - len(string) + 1), first)
-            while begin >= 0 and not string.startswith(data[begin:end]):
-                begin = data.find(string[:1], begin + 1, first)
-            if begin >= 0:
-                first = begin
-        return first
+def pending(strings: Sequence[bytes], data: bytearray, end: int, floor: int = 0) -> int:
+    """Return the offset of the longest suffix of ``data[:end]`` that a string begins with; ``end``
+    if there is none.
+    """
+    first = end
+    for string in strings:
+        begin = data.find(string[:1], max(floor, end - len(string) + 1), first)
+        while begin >= 0 and not string.startswith(data[begin:end]):
+            begin = data.find(string[:1], begin + 1, first)
+        if begin >= 0:
+            first = begin
+    return first
 
 
 class DeadEnd(InputError):
@@ -120,8 +112,8 @@ class Text:
         self.vocab_size = target.vocab_size
         self.device = target.device
         self.max_positions = target.max_positions
-        self.stops = Patterns(conditions.stop_strings)
-        self.bans = Patterns(conditions.banned)
+        self.stops = [string.encode() for string in conditions.stop_strings]
+        self.bans = [string.encode() for string in conditions.banned]
         self.tokens: list[int] = []
         self.data = bytearray()
         self.begins = [0]  # of each token and the next one, the offset of its bytes in ``data``
@@ -173,11 +165,11 @@ class Text:
         if self.cut is not None:
             return self.cut
         end = len(self.data)
-        begin = self.bans.pending(self.data, end)
+        begin = pending(self.bans, self.data, end)
         while begin < end and end > self.prompt_bytes:
             end = self.begins[self._holder(begin)]
-            begin = self.bans.pending(self.data, end)
-        return self.stops.pending(self.data, end, self.prompt_bytes)
+            begin = pending(self.bans, self.data, end)
+        return pending(self.stops, self.data, end, self.prompt_bytes)
 
     def place(self, drafted: int = 0) -> Place:
         """Return the place of the next draw, after ``drafted`` tokens not yet in the text."""
@@ -262,7 +254,7 @@ class Text:
         A word begun in the prompt forbids the first generated token. Tokens forbidden after a
         prefix accumulate, and stay forbidden while the text begins with that prefix.
         """
-        begin = self.bans.completed(self.data, self._new_bytes())
+        begin = completed(self.bans, self.data, self.begins[-2])
         if begin is None:
             return []
         position = self._holder(begin)
@@ -279,7 +271,7 @@ class Text:
         """Finish the text if the last token ends it: by end-of-text, a stop string or the budget,
         in this order.
         """
-        stop = self.stops.completed(self.data, self._new_bytes(), self.prompt_bytes)
+        stop = completed(self.stops, self.data, self.begins[-2], self.prompt_bytes)
         if self.tokens[-1] in self.conditions.eos_ids:
             self.finish = "eos"
         elif stop is not None:
@@ -288,10 +280,6 @@ class Text:
             self.finish = "length"
         if self.finish:
             self.cut = stop if self.finish == "stop" else len(self.data)
-
-    def _new_bytes(self) -> int:
-        """Return the number of bytes that the last token added."""
-        return self.begins[-1] - self.begins[-2]
 
     def _holder(self, offset: int) -> int:
         """Return the position of the token with the byte at ``offset``, at least the first

@@ -17,10 +17,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from decoding.drafters import Draft, Wrapper, empty_draft
-from decoding.policies import Policy
-from decoding.randomness import Randomness
-from decoding.sampling import SamplingParams
+from decoding.drafters import Draft, Wrapper, draft_of
 from decoding.text import Text
 from model.decoder import Decoder, chunks
 from model.plan import LayerPlan
@@ -42,8 +39,8 @@ class Call(NamedTuple):
 class Together:
     """Model in several loops (``decoding.model_port``), whose calls are computed in shared steps.
 
-    ``loops`` are those that have not ended; ``calls`` has the waiting call of each. They are shared
-    with the ``target``, where the model is one that drafts for it.
+    ``calls`` has each loop that has not ended, in the order in which they began, with its waiting
+    call. It is shared with the ``target``, where the model is one that drafts for it.
     """
 
     def __init__(self, model: Decoder, target: "Together | None" = None) -> None:
@@ -51,8 +48,7 @@ class Together:
         self.vocab_size = model.vocab_size
         self.max_positions = model.max_positions
         self.device = model.device
-        self.loops: list[greenlet] = target.loops if target else []
-        self.calls: dict[greenlet, Call] = target.calls if target else {}
+        self.calls: dict[greenlet, Call | None] = target.calls if target else {}
 
     def __call__(
         self, tokens: Tensor, cache: Any, start: int = 0, plan: LayerPlan | None = None
@@ -72,7 +68,7 @@ class Together:
         Raises the loop's errors, here and in ``step``: a loop that may fail alone catches them.
         """
         running = greenlet(lambda _: loop())
-        self.loops.append(running)
+        self.calls[running] = None  # it has begun
         self._go_on(running)
         return running
 
@@ -80,7 +76,6 @@ class Together:
     def stop(self, loop: greenlet) -> None:
         """End a loop where it is."""
         self.calls.pop(loop, None)
-        self.loops[:] = [each for each in self.loops if each is not loop]
         loop.throw(GreenletExit)
 
     @torch.inference_mode()
@@ -90,8 +85,7 @@ class Together:
 
         Drafts come first, so that all verifications can share a step.
         """
-        # ``loops`` are in the order in which they began
-        prompts = [loop for loop in self.loops if self.calls[loop].is_prompt]
+        prompts = [loop for loop, call in self.calls.items() if call.is_prompt]
         others = [loop for loop, call in self.calls.items() if not call.is_prompt]
         if prompts:
             self._compute(prompts[:1])
@@ -104,7 +98,7 @@ class Together:
 
     def _compute(self, loops: Sequence[greenlet]) -> None:
         """Compute the calls of these loops, and let each go on with its result."""
-        calls = [self.calls.pop(loop) for loop in loops]
+        calls = [self.calls[loop] for loop in loops]
         for loop, result in zip(loops, self._results(calls), strict=True):
             self._go_on(loop, result)
 
@@ -125,12 +119,10 @@ class Together:
         """
         resume = loop.throw if isinstance(result, Exception) else loop.switch
         try:
-            call = resume(result)
+            self.calls[loop] = resume(result)
         finally:
             if loop.dead:
-                self.loops.remove(loop)
-        if not loop.dead:
-            self.calls[loop] = call
+                del self.calls[loop]
 
 
 @dataclass
@@ -143,10 +135,6 @@ class ForFew(Wrapper):
 
     together: Together
 
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        """Return the inner drafter's draft, or an empty one."""
-        if len(self.together.loops) > FEW:
-            return empty_draft(text.vocab_size, text.device)
-        return self.inner.propose(text, limit, params, policy, randomness)
+    def instead(self, text: Text, limit: int) -> Draft | None:
+        """Return an empty draft while there are too many texts."""
+        return draft_of(text, ()) if len(self.together.calls) > FEW else None

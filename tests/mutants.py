@@ -207,9 +207,9 @@ MUTANTS = [
         2,
         "a greedy draft is verified as if it were sampled",
         drafters.ModelDrafter,
-        "_draw",
-        "token = randomness.draw(probs[0], text.place(drafted))",
-        "token = probs[0].argmax()",
+        "propose",
+        "randomness.draw(probs[0], text.place(drafted))[None]",
+        "probs[0].argmax()[None]",
         law(SAMPLED),
     ),
     Mutant(
@@ -228,10 +228,11 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         drafters.ModelDrafter,
         "propose",
-        "return in_a_row([empty_draft(text.vocab_size, text.device), *steps])",
-        "for _ in range(limit - len(steps)):\n"
-        "        steps.append(Draft(context[:1] * 0, step.probs, step.logits))\n"
-        "    return in_a_row([empty_draft(text.vocab_size, text.device), *steps])",
+        "return Draft(torch.cat(tokens), torch.cat(rows))",
+        "for _ in range(limit + 1 - len(tokens)):\n"
+        "        tokens.append(context[:1] * 0)\n"
+        "        rows.append(probs)\n"
+        "    return Draft(torch.cat(tokens), torch.cat(rows))",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -403,10 +404,10 @@ MUTANTS = [
         "an unsure token is drawn, looked at and dropped",
         drafters.ModelDrafter,
         "propose",
-        "steps.append(step)\n",
-        "steps.append(step)\n"
-        "        if not policy.keep_drafting(confidence_of(step)):\n"
-        "            steps.pop()\n",
+        "if not policy.keep_drafting(confidence):\n",
+        "if not policy.keep_drafting(confidence):\n"
+        "                tokens.pop()\n"
+        "                rows.pop()\n",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -458,7 +459,7 @@ MUTANTS = [
         29,
         "the draft races with other exponentials than the target",
         drafters.ModelDrafter,
-        "_draw",
+        "propose",
         "text.place(drafted)",
         "text.place(drafted + 1000)",
         test_race.test_a_draft_is_kept_as_often_as_shared_exponentials_make_it,
@@ -469,7 +470,7 @@ MUTANTS = [
         verify,
         "verify_by_race",
         "draw_each(target_probs, place)",
-        "draw_each(target_probs, place.after(len(drafted)))",
+        "draw_each(target_probs, Place(place.position + len(drafted), place.retractions))",
         of(test_grammar.test_under_the_race_every_drafter_writes_the_plain_text, "nested"),
     ),
     Mutant(
@@ -520,11 +521,10 @@ MUTANTS = [
         "a grammar's masks are kept by position only",
         grammar.GrammarConstraint,
         "__call__",
-        "return self.found_after(tuple(tokens[self.prompt_length :]))[0]",
-        "place = len(tokens)\n"
-        "    if place not in (kept := self.__dict__.setdefault('kept', {})):\n"
-        "        kept[place] = self.found_after(tuple(tokens[self.prompt_length :]))[0]\n"
-        "    return kept[place]",
+        "self.masks[written] = self.compute(written)[0]\n    return self.masks[written]",
+        "self.masks[written] = self.compute(written)[0]\n"
+        "    by_position = self.__dict__.setdefault('by_position', {})\n"
+        "    return by_position.setdefault(len(tokens), self.masks[written])",
         under("a choice that decides the rest"),
     ),
     Mutant(
@@ -569,16 +569,16 @@ MUTANTS = [
         40,
         "the stated q is the softmax before temperature and filters",
         drafters.ModelDrafter,
-        "_draw",
-        "Draft(token[None], probs, [logits])",
-        "Draft(token[None], torch.softmax(logits, -1), [logits])",
+        "propose",
+        "rows.append(probs)",
+        "rows.append(torch.softmax(logits, -1))",
         law(FILTERED),
     ),
     Mutant(
         41,
         "drafts are drawn from bf16 logits, q is their float32 softmax",
         drafters.ModelDrafter,
-        "_draw",
+        "propose",
         "randomness.draw(probs[0],",
         "randomness.draw(torch.softmax(logits[0].bfloat16(), -1).to(probs.dtype),",
         law(SAMPLED),

@@ -16,7 +16,6 @@ from app.output import as_json
 from app.sample import Sample
 from app.server.requests import ChatBody, CompletionBody
 from app.session import Session
-from decoding.drafters import Draft
 from decoding.rounds import Round
 from decoding.speculate import Observer
 from decoding.text import Text
@@ -102,7 +101,7 @@ class Logprobs:
         self.entries: list[list[dict[str, Any]]] = []
         self.told = 0
 
-    def see(self, draft: Draft, logits: Tensor, *_: object) -> None:
+    def see(self, logits: Tensor) -> None:
         """Add entries of the tokens that a round added to the text: an observer of the loop.
         Entries of tokens that a ban took back are dropped.
         """

@@ -122,8 +122,8 @@ def test_auto_takes_the_best_length_where_confidence_says_nothing(rate: float, c
         for length in range(LONGEST + 1)
     ]
     for by_confidence in (True, False):
-        policy = auto(cost, 0.0, by_confidence=by_confidence)
-        policy.rates("model", rate).PRIOR_WEIGHT = 1e9
+        policy = auto(cost, 0.0, by_confidence=by_confidence, priors={"model": rate})
+        policy.rates("model").PRIOR_WEIGHT = 1e9
         assert round_of(policy, 0) == speedups.index(max(speedups))
 
 
@@ -152,6 +152,7 @@ def test_a_round_that_costs_more_than_the_credit_is_not_made_where_its_rows_are_
     costs = Costs({}, 0.0, timed=True, beyond={"lookup": 0.75})
     policy = Auto({"lookup": PromptLookup()}, lambda length: costs, Estimates(credit=0.04))
     assert round_of(policy, 0, [1, 2, 3, 1, 2, 3]) == 0
+    assert round_of(policy, 0, [1, 2, 3]) == 0, "nothing is offered"
 
 
 def test_a_round_whose_draft_was_not_asked_for_is_not_timed() -> None:
@@ -177,8 +178,7 @@ def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> N
 
 def test_auto_learns_of_a_lookup_that_was_not_taken() -> None:
     """Its tokens are compared with the text afterwards."""
-    policy = auto(5.0, 0.2)
-    policy.rates("lookup 1", 0.1)
+    policy = auto(5.0, 0.2, priors={"lookup 1": 0.1})
     for _ in range(30):
         policy.estimates.credit = 0.0
         policy.propose(text_of([4, 0, 0, 0, 4]), 3, SamplingParams(), policy, None)

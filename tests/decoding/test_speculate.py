@@ -77,7 +77,7 @@ IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
         (breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"from 0 and below 11, found \[-1, 1\]"),
         (breaking(Draft(IDS, UNIFORM * torch.nan)), r"must sum to 1, found \[nan, nan\]"),
         (breaking(Draft(IDS, UNIFORM.log())), "must sum to 1"),
-        (Mock(spec=["propose"]), "it has no method `rollback`"),
+        (Mock(spec=["propose"]), "it must have the methods `propose` and `rollback`"),
     ],
 )
 def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(

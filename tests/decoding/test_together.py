@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,8 +104,8 @@ def together(model: Decoder, jobs: Sequence[Job], for_few: bool = False) -> None
     shared = Together(model)
     to_come = sorted(jobs, key=lambda job: job.begins)
     steps = 0
-    while to_come or shared.loops:
-        while to_come and (to_come[0].begins <= steps or not shared.loops):
+    while to_come or shared.calls:
+        while to_come and (to_come[0].begins <= steps or not shared.calls):
             job = to_come.pop(0)
             shared.start(lambda job=job: job.write(model, shared, for_few))
         shared.step()
@@ -231,20 +230,25 @@ def test_an_error_of_a_shared_step_is_raised_in_the_loop_that_made_it() -> None:
     for start in (0, 3, 0):
         shared.start(partial(loop, start))
     shared.step()
-    assert failed == [3] and not shared.loops
+    assert failed == [3] and not shared.calls
 
 
-def test_an_ended_loop_and_an_error_leave_the_caller_as_it_was() -> None:
-    """No inference mode, no waiting calls."""
+def test_an_ended_loop_and_an_error_leave_the_caller_and_the_other_loops_as_they_were() -> None:
+    """No inference mode, no waiting calls; the loops of a failed one's step go on."""
     model = MODELS["llama"]
     shared = Together(model)
-    job = Job([1, 2, 3], Conditions(8))
+    job = Job([1], Conditions(8))
+
+    def fail() -> None:
+        shared(torch.zeros(1, 1, dtype=torch.int64), model.new_cache(8))
+        raise DeadEnd("no")
+
+    shared.start(fail)
     loops = [shared.start(lambda: job.write(model, shared)) for _ in range(2)]
-    shared.step()
-    shared.stop(loops[0])
-    assert not torch.is_inference_mode_enabled() and len(shared.loops) == 1
     with pytest.raises(DeadEnd):
-        shared.start(Mock(side_effect=DeadEnd("no")))
+        shared.step()
+    shared.stop(loops[0])
+    assert not torch.is_inference_mode_enabled() and len(shared.calls) == 1
     while shared.step():
         pass
-    assert not torch.is_inference_mode_enabled() and not shared.loops and not shared.calls
+    assert not torch.is_inference_mode_enabled() and not shared.calls
