@@ -79,7 +79,15 @@ def applied(mutant: Mutant) -> Iterator[None]:
         scope,
         made,
     )
-    with mock.patch.object(mutant.owner, mutant.function, made[plain.__name__]):
+    new = made[plain.__name__]
+    rules = {
+        name: (draws, new if rule is original else rule)
+        for name, (draws, rule) in verify.RULES.items()
+    }
+    with (
+        mock.patch.object(mutant.owner, mutant.function, new),
+        mock.patch.dict(verify.RULES, rules),
+    ):
         yield
 
 
