@@ -1,4 +1,8 @@
-"""Shared parts of the proofs of the loop: tiny real modules, drafters and policies by name."""
+"""Shared parts of the tests of laws: tiny models, drafters and policies by name, and the fit of a
+sample to its law.
+
+Table models stand for real ones where a law is enumerated. Knows nothing of options and files.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -59,15 +59,15 @@ class Enumerator(Randomness):
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
         """Return the outcome of this path at its next fork, of ``(weight, outcome)`` pairs."""
-        possible = [pair for pair in outcomes if pair[0] > 0]
+        possible = [number for number, (weight, _) in enumerate(outcomes) if weight > 0]
         if not possible:  # no token is allowed there: its draw is meaningless, as in production
             return outcomes[-1][1]
         if self.depth == len(self.path):
-            others = range(len(possible) - 1, 0, -1)
-            self.other_paths += [[*self.path, number] for number in others]
-            self.path.append(0)
-        weight, outcome = possible[self.path[self.depth]]
-        self.weight *= weight / sum(weight for weight, _ in possible)
+            first, *others = possible
+            self.other_paths += [[*self.path, number] for number in reversed(others)]
+            self.path.append(first)
+        weight, outcome = outcomes[self.path[self.depth]]
+        self.weight *= weight / sum(weight for weight, _ in outcomes)
         self.depth += 1
         return outcome
 

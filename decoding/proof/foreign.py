@@ -50,7 +50,8 @@ class SampledWalk(Enumerator):
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
         weights = [weight for weight, _ in outcomes]
-        return self.source.choices(outcomes, weights)[0][1]
+        self.path += self.source.choices(range(len(outcomes)), weights)
+        return super()._choose(outcomes)
 
 
 class FollowedTorch(TorchFunctionMode):
@@ -128,8 +129,8 @@ def bernoulli(
 
 def uniform(walk: Enumerator, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
     """Replace ``uniform_`` from 0 to 1."""
-    bounds = dict(zip(("from", "to"), given[1:], strict=False)) | named
-    if bounds.get("from", 0) != 0 or bounds.get("to", 1) != 1:
+    bounds = {"from": 0, "to": 1} | dict(zip(("from", "to"), given[1:], strict=False)) | named
+    if (bounds["from"], bounds["to"]) != (0, 1):
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
     return fresh(walk, function, *given, kind="u", **named)
 

@@ -32,8 +32,7 @@ Q = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
 LOGITS = P.log()
 uniform_by_name, permutation_by_name = random.uniform, np.random.permutation
 
-
-EXACT = speculative(P, Q, lambda p, q: (p - q).clamp(min=0))
+RIGHT = speculative(P, Q, lambda p, q: (p - q).clamp(min=0))
 WRONG = speculative(P, Q, lambda p, q: p)
 DRAWS: dict[str, Callable[[], Any]] = {
     "multinomial": lambda: torch.multinomial(P, 1)[0],
@@ -60,7 +59,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "logarithms": lambda: (P.cumsum(0).log() > torch.rand(()).log()).int().argmax(),
     "Python": lambda: 0 if (u := random.random()) < 0.5 else 1 if u < 0.8 else 2,
     "NumPy": lambda: int((np.random.rand(1)[0] >= P.cumsum(0)).sum()),
-    "speculative": EXACT,
+    "speculative": RIGHT,
 }
 
 
@@ -206,6 +205,12 @@ def test_a_law_of_too_many_paths_is_sampled_with_an_error_that_holds() -> None:
     assert 0 < found.distance < found.error < 0.1
 
 
+def test_a_seed_after_a_draw_is_refused_on_a_sampled_path_too() -> None:
+    run = lambda: torch.multinomial(torch.ones(50), 1) > 2 and torch.manual_seed(0)  # noqa: E731
+    with pytest.raises(Refused, match="seed or state set after a draw"):
+        law_of(run, paths=2)  # of which none sets it
+
+
 def test_laws_of_too_many_results_for_their_samples_are_not_judged() -> None:
     many = lambda: torch.multinomial(P, 6, replacement=True)  # noqa: E731
     sampled = law_of(many, paths=50)
@@ -218,7 +223,7 @@ def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> No
     """A drafted token is rejected half of the time, and a is drawn too rarely then."""
     with pytest.raises(AssertionError, match=r"total variation 0.15 [^1]*\n1 +0.300000 +0.450000"):
         assert_lossless(lambda: torch.multinomial(P, 1).item(), WRONG)
-    assert_lossless(lambda: torch.multinomial(P, 1).item(), EXACT)
+    assert_lossless(lambda: torch.multinomial(P, 1).item(), RIGHT)
 
 
 # This project's loop, with the randomness of production
