@@ -190,7 +190,8 @@ def speculative(
 
 def scripted(*uniforms: float) -> SeededRandomness:
     """SeededRandomness with uniform numbers given in advance."""
-    randomness, left = SeededRandomness(0), iter(uniforms)
+    randomness = SeededRandomness(0)
+    left = iter(uniforms)
     randomness.uniform = lambda count: torch.tensor(
         [next(left) for _ in range(count)], dtype=torch.float64
     )

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from decoding import speculate as loop  # as a module, so that tests can put in a mutant
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
 from decoding.proof.enumeration import Enumerator, RaceEnumerator, output_law, total_variation
@@ -20,6 +19,7 @@ from decoding.proof.plain_law import DEAD_END, Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.rounds import Round
+from decoding.speculate import speculate
 from decoding.text import DeadEnd, Text
 from decoding.verify import RULES
 from model.cache import KVCache
@@ -66,7 +66,7 @@ def run_loop(
     drafter = setup.drafter(model, cache)
     policy = drafter if isinstance(drafter, Policy) else setup.policy()
     try:
-        for round in loop.speculate(
+        for round in speculate(
             model, cache, text, drafter, policy, request.params, randomness, verify
         ):
             if rounds is not None:

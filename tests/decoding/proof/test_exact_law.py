@@ -102,7 +102,8 @@ def every_pair(axes: dict[str, dict[str, object]]) -> list[dict[str, str]]:
 
 def random_row(random: Random, vocab: int) -> list[float]:
     """One distribution: mostly generic, sometimes with a zero, with ties, or one-hot."""
-    weights, one = [random.uniform(0.1, 1.0) for _ in range(vocab)], random.randrange(vocab)
+    weights = [random.uniform(0.1, 1.0) for _ in range(vocab)]
+    one = random.randrange(vocab)
     special = {
         "zero": [weight * (token != one) for token, weight in enumerate(weights)],
         "tie": [1.0 + round(weight) for weight in weights],

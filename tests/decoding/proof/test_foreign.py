@@ -30,7 +30,8 @@ from tests.mutants import TABLE
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
 LOGITS = P.log()
-uniform_by_name, permutation_by_name = random.uniform, np.random.permutation
+uniform_by_name = random.uniform
+permutation_by_name = np.random.permutation
 
 RIGHT = speculative(P, Q, lambda p, q: (p - q).clamp(min=0))
 WRONG = speculative(P, Q, lambda p, q: p)
@@ -122,7 +123,7 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
     wrong = (torch.zeros(3), "sum of probabilities <= 0"), (P - 0.25, "element < 0")
     for weights, said in wrong:
         with pytest.raises(RuntimeError, match=said):
-            law_of(lambda: torch.multinomial(weights, 1))  # noqa: B023
+            law_of(partial(torch.multinomial, weights, 1))
     for module, known in ((random, "getstate"), (np.random, "get_state")):
         before = vars(module).copy()
         names = {*module.__all__} - {known}
@@ -211,14 +212,6 @@ def test_a_seed_after_a_draw_is_refused_on_a_sampled_path_too() -> None:
         law_of(run, paths=2)  # of which none sets it
 
 
-def test_laws_of_too_many_results_for_their_samples_are_not_judged() -> None:
-    many = lambda: torch.multinomial(P, 6, replacement=True)  # noqa: E731
-    sampled = law_of(many, paths=50)
-    for other in (sampled, law_of(many)):  # 3 ** 6 results
-        with pytest.raises(Refused, match=r"may differ by .* by chance"):
-            Comparison(sampled, other).is_within(1e-6)
-
-
 def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> None:
     """A drafted token is rejected half of the time, and a is drawn too rarely then."""
     with pytest.raises(AssertionError, match=r"total variation 0.15 [^1]*\n1 +0.300000 +0.450000"):
@@ -233,8 +226,9 @@ def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> No
 def test_the_loop_with_its_own_random_numbers_has_plain_samplings_law(
     params: SamplingParams,
 ) -> None:
-    request, setup = plain_law.Request(params=params, max_new_tokens=3), loop_law.Setup()
-    law = law_of(lambda: loop_law.run_loop(TABLE, request, setup, SeededRandomness(0)))
+    request = plain_law.Request(params=params, max_new_tokens=3)
+    run = partial(loop_law.run_loop, TABLE, request, loop_law.Setup())
+    law = law_of(lambda: run(SeededRandomness(0)))
     assert total_variation(law.probs, plain_law.plain_law(TABLE, request)) < 1e-9
     assert law.paths > 30
 
@@ -336,6 +330,7 @@ def broken():
         ("users.py:plain users.py:wrong", 1, "speculative 1 0.300000 0.450000 0 0.500000"),
         ("users.py:plain users.py:plain", 0, "total variation 0 (3 and 3 paths, enumerated)"),
         ("users.py:long users.py:long --paths 20", 2, "so give more --paths, or shorten the texts"),
+        ("users.py:plain users.py:long --paths 4", 2, "may differ by 1.1 by chance"),
         ("users.py:plain users.py:noisy", 2, "randn cannot be enumerated"),
         ("users.py:plain users.py:broken", 2, "division by zero"),
         ("users.py:plain users.py:missing", 2, "has no function missing"),
