@@ -193,7 +193,6 @@ LONG = Request(max_new_tokens=3)
 ADAPTIVE = loop_law.Setup(policy=lambda: policies.AdaptiveExit(0.45, 2))
 RANDOM_NUMBERS = (5, 8, 32)  # mutants of ``SeededRandomness``
 SELF_DRAFT = test_drafters.test_a_self_draft_reads_the_targets_entries_at_the_right_positions
-NO_HOLE = test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round
 
 MUTANTS = [
     Mutant(
@@ -398,7 +397,7 @@ MUTANTS = [
         "propose",
         "context[self.cache.length :]",
         "context[self.cache.length and len(text) - 1 :]",
-        of(NO_HOLE, "llama"),
+        of(test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round, "llama"),
     ),
     Mutant(
         23,
