@@ -1,4 +1,8 @@
-"""Shared parts of the proofs of the loop: tiny real modules, drafters and policies by name."""
+"""Shared parts of the tests of laws: tiny models, drafters and policies by name, and the fit of a
+sample to its law.
+
+Table models stand for real ones where a law is enumerated. Knows nothing of options and files.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -185,7 +189,8 @@ def speculative(
 
 def scripted(*uniforms: float) -> SeededRandomness:
     """SeededRandomness with uniform numbers given in advance."""
-    randomness, left = SeededRandomness(0), iter(uniforms)
+    randomness = SeededRandomness(0)
+    left = iter(uniforms)
     randomness.uniform = lambda count: torch.tensor(
         [next(left) for _ in range(count)], dtype=torch.float64
     )

@@ -63,24 +63,28 @@ class Mutant:
     killer: Callable[[], None]
 
 
+def function_of(found: Any) -> Any:
+    """The function itself of a property, or of a function with decorators."""
+    return inspect.unwrap(found.fget if isinstance(found, property) else found)
+
+
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """Within, the mutant replaces its function. Its ``old`` must occur exactly once, so that it
-    changes something.
+    """Within, the function has the mutant's code, wherever it is called. The mutant's ``old`` must
+    occur exactly once, so that it changes something.
     """
-    original = getattr(mutant.owner, mutant.function)
-    plain = inspect.unwrap(original.fget if isinstance(original, property) else original)
-    source = textwrap.dedent(inspect.getsource(plain))
+    function = function_of(getattr(mutant.owner, mutant.function))
+    source = textwrap.dedent(inspect.getsource(function))
     assert source.count(mutant.old) == 1, f"{mutant.function} no longer holds {mutant.old!r}"
-    scope = dict(vars(sys.modules[plain.__module__]))
+    source = source.replace(mutant.old, mutant.new)
     made: dict[str, Any] = {}
-    exec(
-        compile(source.replace(mutant.old, mutant.new), f"<mutant {mutant.row}>", "exec"),
-        scope,
-        made,
-    )
-    with mock.patch.object(mutant.owner, mutant.function, made[plain.__name__]):
+    exec(compile(source, f"<mutant {mutant.row}>", "exec"), function.__globals__, made)
+    original = function.__code__
+    function.__code__ = function_of(made[function.__name__]).__code__
+    try:
         yield
+    finally:
+        function.__code__ = original
 
 
 TABLE = random_tables(4, 4, 3)
@@ -183,15 +187,12 @@ def judged(mutant: Mutant) -> float | None:
 
 
 SAMPLED = Request()
-GREEDY = Request(params=sampling.SamplingParams(0.0))
 FILTERED = Request(params=sampling.SamplingParams(0.7, top_k=2))
-PENALISED = Request(params=sampling.SamplingParams(1.0, repetition_penalty=1.5))
 ENDING = Request(max_new_tokens=3, eos_ids=frozenset({1}))
 LONG = Request(max_new_tokens=3)
 ADAPTIVE = loop_law.Setup(policy=lambda: policies.AdaptiveExit(0.45, 2))
 RANDOM_NUMBERS = (5, 8, 32)  # mutants of ``SeededRandomness``
 SELF_DRAFT = test_drafters.test_a_self_draft_reads_the_targets_entries_at_the_right_positions
-NO_HOLE = test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round
 
 MUTANTS = [
     Mutant(
@@ -257,10 +258,10 @@ MUTANTS = [
         7,
         "temperature 0 is a division by 1e-10",
         speculate,
-        "distribution",
-        "temperature = None",
-        "temperature = 1e-10",
-        law(GREEDY, model=TIED),
+        "speculate",
+        "context, params, text.allowed",
+        "context, SamplingParams(1e-10), text.allowed",
+        law(Request(params=sampling.SamplingParams(0.0)), model=TIED),
     ),
     Mutant(
         8,
@@ -288,7 +289,7 @@ MUTANTS = [
         "penalised",
         "rows[:, None] +",
         "0 * rows[:, None] +",
-        law(PENALISED),
+        law(Request(params=sampling.SamplingParams(1.0, repetition_penalty=1.5))),
     ),
     Mutant(
         11,
@@ -397,7 +398,7 @@ MUTANTS = [
         "propose",
         "context[self.cache.length :]",
         "context[self.cache.length and len(text) - 1 :]",
-        of(NO_HOLE, "llama"),
+        of(test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round, "llama"),
     ),
     Mutant(
         23,

@@ -8,18 +8,16 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from decoding.proof.foreign import PATHS, Comparison, Law, law_of
-from decoding.proof.progress import bar_of
 from model.errors import InputError, explaining
 
 ANY_ERROR = (Exception, SystemExit)  # of the user's code
 
 
-def function_of(name: str) -> Callable[[], Any]:
-    """Return the function of FILE.py:FUNCTION. Raises InputError where there is none."""
+def law_of_named(name: str, paths: int) -> Law:
+    """Return the law of FILE.py:FUNCTION. Raises InputError where there is none."""
     file, _, function = name.rpartition(":")
     if not os.path.isfile(file):
         raise InputError(f"{name!r:.200} must be FILE.py:FUNCTION, of a file that is there")
@@ -28,14 +26,8 @@ def function_of(name: str) -> Callable[[], Any]:
         found = runpy.run_path(file).get(function)
     if not callable(found):
         raise InputError(f"{file} has no function {function}")
-    return found
-
-
-def shown_law(name: str, paths: int) -> Law:
-    """Return the law of a function, with a bar of the probability of the paths so far."""
-    function = function_of(name)
-    with bar_of(f"every outcome of {name}") as progress, explaining(f"{name} failed", ANY_ERROR):
-        return law_of(function, paths, progress)
+    with explaining(f"{name} failed", ANY_ERROR):
+        return law_of(found, paths)
 
 
 def judge(plain: str, speculative: str, bound: float, paths: int) -> int:
@@ -44,17 +36,11 @@ def judge(plain: str, speculative: str, bound: float, paths: int) -> int:
     """
     if not bound >= 0 or paths < 1:
         raise InputError("--bound must be at least 0, and --paths at least 1")
-    found = Comparison(shown_law(plain, paths), shown_law(speculative, paths))
-    counts = f"{found.plain.paths} and {found.speculative.paths} paths"
-    how = "enumerated" if not found.error else f"sampled: up to {found.error:.2g} by chance"
-    print(f"total variation {found.distance:.3g} ({counts}, {how})")
+    found = Comparison(law_of_named(plain, paths), law_of_named(speculative, paths))
+    print(found)
     if found.is_within(bound):
         return 0
-    rows = [(str(text), p, q) for text, p, q in found.worst()]
-    width = max(len(text) for text, *_ in rows) + 2
-    print(f"{'text':<{width}}{'plain':>10}{'speculative':>14}")
-    for text, p, q in rows:
-        print(f"{text:<{width}}{p:>10.6f}{q:>14.6f}")
+    print(found.worst())
     return 1
 
 

@@ -6,82 +6,70 @@ acceptance both results, and the probabilities along the path are multiplied. Th
 the law of the output, up to float64 rounding. Knows nothing of models and texts.
 """
 
-import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import product
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from decoding.randomness import Place, Randomness
 from model.errors import InputError
 
+WHOLE = (0.0, 1.0)  # part of a uniform number that has decided nothing
+
 
 class Enumerator(Randomness):
     """Randomness that replays a path of outcomes, then takes the first outcome of every new draw.
 
-    Each draw and each call of ``accept`` is a fork: a list of outcomes with their probabilities.
+    Each draw and each event of ``accept`` is a fork: a list of outcomes with their probabilities.
     So is each comparison of a uniform number on (0, 1), which may be known to lie in a part of it.
     """
 
-    def __init__(self) -> None:
-        self.path: list[int] = []  # the number of the outcome taken at each fork
-        self.forks: list[int] = []  # the number of outcomes of each fork
-        self.weight = 1.0
+    def __init__(self, path: list[int]) -> None:
+        self.path = [*path]  # the number of the outcome taken at each fork
+        self.depth = 0  # forks so far
+        self.weight = 1.0  # probability of the outcomes so far
+        self.other_paths: list[list[int]] = []  # to the outcomes not taken at new forks
         self.parts: dict[Hashable, tuple[float, float]] = {}  # of (0, 1), by uniform number
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        weights = probs.double() / probs.double().sum().clamp(min=torch.finfo(torch.float64).tiny)
-        outcomes = [(weight, token) for token, weight in enumerate(weights.tolist()) if weight > 0]
-        # A position without an allowed token is a row of zeros: its draw is meaningless, as in
-        # production.
-        return torch.tensor(self._choose(outcomes or [(1.0, len(probs) - 1)]), device=probs.device)
+        weights = probs.double().tolist()
+        token = self._choose([(weight, token) for token, weight in enumerate(weights)])
+        return torch.tensor(token, device=probs.device)
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        sides = [[(p, True), (1 - p, False)] for p in probabilities.double().clamp(max=1).tolist()]
-        outcomes = [
-            (math.prod(p for p, _ in events), [result for _, result in events])
-            for events in product(*sides)
+        events = [
+            self._choose([(p, True), (1 - p, False)])
+            for p in probabilities.double().clamp(max=1).tolist()
         ]
-        possible = [outcome for outcome in outcomes if outcome[0] > 0]
-        return torch.tensor(self._choose(possible), dtype=torch.bool, device=probabilities.device)
+        return torch.tensor(events, dtype=torch.bool, device=probabilities.device)
 
     def is_below(self, number: Hashable, threshold: float) -> bool:
         """Return whether a uniform number is below a threshold, which splits its part."""
-        low, high = self.parts.get(number, (0.0, 1.0))
+        low, high = self.parts.get(number, WHOLE)
         split = min(max(threshold, low), high)
-        sides = [
-            ((split - low) / (high - low), (True, (low, split))),
-            ((high - split) / (high - low), (False, (split, high))),
-        ]
-        below, self.parts[number] = self._choose([side for side in sides if side[0] > 0])
+        below, self.parts[number] = self._choose(
+            [(split - low, (True, (low, split))), (high - split, (False, (split, high)))]
+        )
         return below
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
-        """Return the outcome of this path at its next fork, of ``(probability, outcome)`` pairs."""
-        depth = len(self.forks)
-        if depth == len(self.path):
-            self.path.append(0)
-        self.forks.append(len(outcomes))
-        weight, outcome = outcomes[self.path[depth]]
-        self.weight *= weight
+        """Return the outcome of this path at its next fork, of ``(weight, outcome)`` pairs."""
+        possible = [number for number, (weight, _) in enumerate(outcomes) if weight > 0]
+        if not possible:  # no token is allowed there: its draw is meaningless, as in production
+            return outcomes[-1][1]
+        if self.depth == len(self.path):
+            first, *others = possible
+            self.other_paths += [[*self.path, number] for number in reversed(others)]
+            self.path.append(first)
+        weight, outcome = outcomes[self.path[self.depth]]
+        self.weight *= weight / sum(weight for weight, _ in outcomes)
+        self.depth += 1
         return outcome
-
-    def next_path(self) -> bool:
-        """Move on to the next path that was not taken; returns False when there is none."""
-        self.parts = {}
-        path = self.path[: len(self.forks)]
-        while path and path[-1] + 1 == self.forks[len(path) - 1]:
-            path.pop()
-        if not path:
-            return False
-        path[-1] += 1
-        self.path = path
-        self.forks = []
-        self.weight = 1.0
-        return True
 
 
 class RaceEnumerator(Enumerator):
@@ -102,26 +90,32 @@ class RaceEnumerator(Enumerator):
 
 def output_law(
     run: Callable[[Randomness], Hashable],
-    enumerator: Callable[[], Enumerator] = Enumerator,
-    progress: Callable[[float], object] = lambda weight: None,
+    enumerator: Callable[[list[int]], Enumerator] = Enumerator,
 ) -> dict[Hashable, float]:
     """Return the exact probability of every result of ``run``.
 
     ``run`` must begin from the same state at each call, and draw only through the randomness that
-    it receives. ``progress`` is called with the probability of each path of draws; they sum to 1.
+    it receives.
     """
-    return summed(outcomes(run, enumerator(), progress))
+    return summed(outcomes(run, enumerator))
 
 
 def outcomes(
-    run: Callable[[Any], Hashable], walk: Enumerator, progress: Callable[[float], object]
+    run: Callable[[Any], Hashable], enumerator: Callable[[list[int]], Enumerator]
 ) -> Iterator[tuple[Hashable, float]]:
-    """Return the result of ``run`` on each path of the walk, with the path's probability."""
-    while True:
-        yield run(walk), walk.weight
-        progress(walk.weight)
-        if not walk.next_path():
-            return
+    """Return the result of ``run`` on each path, with the path's probability.
+
+    On a terminal a bar shows the probability of the paths so far.
+    """
+    hidden = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task("every outcome of every draw", total=1.0)
+        paths: list[list[int]] = [[]]
+        while paths:
+            randomness = enumerator(paths.pop())
+            yield run(randomness), randomness.weight
+            bar.advance(task, randomness.weight)
+            paths += randomness.other_paths
 
 
 def summed(found: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from decoding.proof.enumeration import outcomes, summed, total_variation
-from decoding.proof.noise import Noise, Refused, Walk, as_noise, follow
+from decoding.proof.enumeration import Enumerator, outcomes, summed, total_variation
+from decoding.proof.noise import Noise, Refused, as_noise, follow, fresh
 from decoding.randomness import Place
 
 PATHS = 100_000  # enumerated before the law is sampled instead
@@ -41,22 +41,23 @@ REFUSED = (
 NUMPY_UNIFORM = ("random", "random_sample", "rand", "ranf", "sample")
 
 
-class SampledWalk(Walk):
-    """Walk whose outcomes are drawn, for laws of too many paths."""
+class SampledWalk(Enumerator):
+    """Path whose outcomes are drawn, for laws of too many paths."""
 
     def __init__(self, source: random.Random) -> None:
-        super().__init__()
+        super().__init__([])
         self.source = source
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
         weights = [weight for weight, _ in outcomes]
-        return self.source.choices(outcomes, weights)[0][1]
+        self.path += self.source.choices(range(len(outcomes)), weights)
+        return super()._choose(outcomes)
 
 
 class FollowedTorch(TorchFunctionMode):
     """Mode in which torch's random functions are those of a walk, and its others follow noise."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Enumerator) -> None:
         super().__init__()
         self.walk = walk
 
@@ -86,11 +87,11 @@ class FollowedTorch(TorchFunctionMode):
         is_unseen = is_in_place and (given[0] is noisy[0] or not isinstance(found, Noise))
         if found is NotImplemented or is_unseen or named.get("out") is not None:
             raise Refused(f"{name} of {noisy[0].kind}, a random number, cannot be enumerated")
-        return as_noise(given[0], **vars(found)) if is_in_place else found
+        return as_noise(**vars(found), data=given[0]) if is_in_place else found
 
 
 def multinomial(
-    walk: Walk,
+    walk: Enumerator,
     function: Callable[..., Tensor],
     input: Tensor,  # named as torch does
     num_samples: int,
@@ -113,7 +114,7 @@ def multinomial(
 
 
 def bernoulli(
-    walk: Walk, function: Callable[..., Tensor], input: Tensor, *given: Any, **named: Any
+    walk: Enumerator, function: Callable[..., Tensor], input: Tensor, *given: Any, **named: Any
 ) -> Tensor:
     """Replace ``torch.bernoulli`` and its forms as methods: a fork per element. In place, p is .5
     unless it is given.
@@ -126,22 +127,22 @@ def bernoulli(
     return result.copy_(torch.tensor(tossed).view(result.shape))
 
 
-def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
+def uniform(walk: Enumerator, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
     """Replace ``uniform_`` from 0 to 1."""
-    bounds = dict(zip(("from", "to"), given[1:], strict=False)) | named
-    if bounds.get("from", 0) != 0 or bounds.get("to", 1) != 1:
+    bounds = {"from": 0, "to": 1} | dict(zip(("from", "to"), given[1:], strict=False)) | named
+    if (bounds["from"], bounds["to"]) != (0, 1):
         raise Refused("uniform_ cannot be enumerated but from 0 to 1")
-    return walk.fresh(function, *given, kind="u", **named)
+    return fresh(walk, function, *given, kind="u", **named)
 
 
 DRAWS: dict[str, Callable[..., Any]] = {
     "multinomial": multinomial,
     "bernoulli": bernoulli,
     "bernoulli_": bernoulli,
-    "rand": partial(Walk.fresh, kind="u"),
-    "rand_like": partial(Walk.fresh, kind="u"),
+    "rand": partial(fresh, kind="u"),
+    "rand_like": partial(fresh, kind="u"),
     "uniform_": uniform,
-    "exponential_": partial(Walk.fresh, kind="E"),  # of any rate: the same token wins
+    "exponential_": partial(fresh, kind="E"),  # of any rate: the same token wins
 }
 
 
@@ -168,17 +169,17 @@ OF_NUMPY = refusing(np.random) | {"get_state": np.random.get_state}
 
 
 @contextmanager
-def replaced(walk: Walk) -> Iterator[None]:
+def replaced(walk: Enumerator) -> Iterator[None]:
     """Return a context in which all random functions are those of the walk, or are refused."""
 
     def uniforms(*shape: Any) -> Noise:
-        return walk.fresh(torch.empty, shape, kind="u")
+        return fresh(walk, torch.empty, shape, kind="u")
 
     def seed(*given: Any, **named: Any) -> None:
         """Refuse a seed after the first draw, since numbers would repeat; before it, no law
         changes.
         """
-        if walk.forks or walk.parts:
+        if walk.depth or walk.parts:
             raise Refused("a seed or state set after a draw cannot be enumerated: numbers repeat")
 
     of_python = OF_PYTHON | {"random": uniforms, "seed": seed, "setstate": seed}
@@ -214,29 +215,14 @@ class Law:
     paths: int
     is_sampled: bool = False
 
-    def error(self, results: int) -> float:
-        """Return a bound on the total variation to the true law, if that has this number of
-        results: 0 where it was enumerated. For a sampled law it holds with probability
-        ``CONFIDENCE``, by the bound of Weissman et al. 2003 for the L1 deviation.
-        """
-        if not self.is_sampled:
-            return 0.0
-        deviation = results * math.log(2) - math.log(1 - CONFIDENCE)
-        return math.sqrt(deviation / (2 * self.paths))
 
-
-def law_of(
-    run: Callable[[], Any],
-    paths: int = PATHS,
-    progress: Callable[[float], object] = lambda weight: None,
-) -> Law:
+def law_of(run: Callable[[], Any], paths: int = PATHS) -> Law:
     """Return the law of the result of ``run``, which must begin from the same state at each call.
 
-    Tensors and lists count as tuples. ``progress`` is called with the probability of each path.
-    Above this number of paths as many runs are sampled instead. Raises Refused for code that cannot
-    be enumerated.
+    Tensors and lists count as tuples. Above this number of paths as many runs are sampled instead.
+    Raises Refused for code that cannot be enumerated.
     """
-    found = [*islice(outcomes(partial(result_of, run), Walk(), progress), paths + 1)]
+    found = [*islice(outcomes(partial(result_of, run), Enumerator), paths + 1)]
     if len(found) <= paths:
         return Law(summed(found), len(found))
     source = random.Random(0)
@@ -244,7 +230,7 @@ def law_of(
     return Law({result: count / paths for result, count in counts.items()}, paths, is_sampled=True)
 
 
-def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
+def result_of(run: Callable[[], Any], walk: Enumerator) -> Hashable:
     """Return the result of a run on the walk's path. Raises Refused where it draws in any other
     way.
     """
@@ -269,7 +255,7 @@ def hashable(result: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Laws of plain and of speculative code, and their total variation."""
+    """Laws of plain and of speculative code. In print: their distance, and how it was found."""
 
     plain: Law
     speculative: Law
@@ -280,11 +266,16 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Bound on the error of the distance, if no result is possible but those found in one law
-        or the other: 0 where both were enumerated.
+        """Bound on the error of the distance: 0 where both laws were enumerated.
+
+        For a sampled law it holds with probability ``CONFIDENCE``, if no result is possible but
+        those found in one law or the other, by the bound of Weissman et al. 2003 for the L1
+        deviation.
         """
         results = len(self.plain.probs.keys() | self.speculative.probs.keys())
-        return self.plain.error(results) + self.speculative.error(results)
+        deviation = results * math.log(2) - math.log(1 - CONFIDENCE)
+        sampled = (law for law in (self.plain, self.speculative) if law.is_sampled)
+        return sum(math.sqrt(deviation / (2 * law.paths)) for law in sampled)
 
     def is_within(self, bound: float) -> bool:
         """Return whether the distance is at most ``bound`` and the error of sampling. Raises
@@ -297,14 +288,20 @@ class Comparison:
             )
         return self.distance <= bound + self.error
 
-    def worst(self) -> list[tuple[Hashable, float, float]]:
-        """Return the five results that differ most: the result, its plain and its speculative
-        probability.
-        """
+    def __str__(self) -> str:
+        counts = f"{self.plain.paths} and {self.speculative.paths} paths"
+        how = f"sampled: up to {self.error:.2g} by chance" if self.error else "enumerated"
+        return f"total variation {self.distance:.3g} ({counts}, {how})"
+
+    def worst(self) -> str:
+        """Return a table of the five results that differ most, with their probabilities."""
         plain = self.plain.probs
         other = self.speculative.probs
-        pairs = [(key, plain.get(key, 0.0), other.get(key, 0.0)) for key in {**plain, **other}]
-        return sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:5]
+        rows = [(str(key), plain.get(key, 0.0), other.get(key, 0.0)) for key in plain | other]
+        rows.sort(key=lambda row: -abs(row[1] - row[2]))
+        width = max(len(text) for text, *_ in rows[:5]) + 2
+        lines = [f"{text:<{width}}{p:>10.6f}{q:>14.6f}" for text, p, q in rows[:5]]
+        return "\n".join([f"{'text':<{width}}{'plain':>10}{'speculative':>14}", *lines])
 
 
 def assert_lossless(
@@ -314,7 +311,4 @@ def assert_lossless(
     Refused where that cannot be told.
     """
     found = Comparison(law_of(plain), law_of(speculative))
-    differing = "; ".join(f"{key}: {p:.6g}, not {q:.6g}" for key, p, q in found.worst())
-    assert found.is_within(bound), (
-        f"the laws have a total variation of {found.distance:.3g}: {differing}"
-    )
+    assert found.is_within(bound), f"{found}\n{found.worst()}"

@@ -6,24 +6,22 @@
 FILE.py:Bigrams``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# as modules, so that the tests can replace a function by a mutant
-from decoding import speculate as loop
-from decoding import verify as rules
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
 from decoding.proof.enumeration import Enumerator, RaceEnumerator, output_law, total_variation
-from decoding.proof.plain_law import DEAD_END, Outcome, Request, plain_law
-from decoding.proof.progress import bar_of
+from decoding.proof.plain_law import DEAD_END, Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.rounds import Round
+from decoding.speculate import speculate
 from decoding.text import DeadEnd, Text
+from decoding.verify import RULES
 from model.cache import KVCache
 from model.errors import InputError
 
@@ -50,25 +48,25 @@ def run_loop(
     randomness: Randomness,
     rounds: list[Round] | None = None,
     rule: str = "ratio",
-) -> Outcome:
+) -> Hashable:
     """Run one text of the production loop; return its tokens and the reason of its end. Its records
     are appended to ``rounds``. Raises InputError for an unknown rule, and for a prompt that is
     empty or leaves no room for a token.
     """
-    if rule not in rules.RULES:
-        raise InputError(f"a rule is one of {', '.join(rules.RULES)}, found {rule!r:.80}")
+    if rule not in RULES:
+        raise InputError(f"a rule is one of {', '.join(RULES)}, found {rule!r:.80}")
     if not 0 < len(request.prompt) < model.max_positions:
         raise InputError(
             f"a prompt has 1 to {model.max_positions - 1} tokens, found {len(request.prompt)}"
         )
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
-    verify = getattr(rules, rules.RULES[rule][1].__name__)
+    _, verify = RULES[rule]
     text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
     policy = drafter if isinstance(drafter, Policy) else setup.policy()
     try:
-        for round in loop.speculate(
+        for round in speculate(
             model, cache, text, drafter, policy, request.params, randomness, verify
         ):
             if rounds is not None:
@@ -87,10 +85,8 @@ def bias(model: TableModel, request: Request, setup: Setup, rule: str = "ratio")
     tokens, and up to two minutes with a banned word: a bar shows the probability of the draws so
     far.
     """
-    with bar_of("every outcome of every draw") as progress:
-        law = output_law(
-            lambda randomness: run_loop(model, request, setup, randomness, rule=rule),
-            RaceEnumerator if rule == "race" else Enumerator,
-            progress,
-        )
+    law = output_law(
+        lambda randomness: run_loop(model, request, setup, randomness, rule=rule),
+        RaceEnumerator if rule == "race" else Enumerator,
+    )
     return total_variation(law, plain_law(model, request))

@@ -1,22 +1,20 @@
 """Law of plain sampling, by recursion over texts: the reference for the law of the loop.
 
-It shares only ``distribution``, ``Conditions`` and constraints with the production loop, and has
-no rounds, drafts, caches or rollbacks.
+Of the production loop it has only ``distribution``, ``Conditions`` and constraints: no rounds,
+drafts, caches or rollbacks.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from decoding.proof.enumeration import summed
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Conditions
 
 DEAD_END = "every token forbidden"
-
-Outcome = Hashable  # (tokens, finish), or DEAD_END
 
 
 @dataclass(frozen=True)
@@ -28,16 +26,17 @@ class Request(Conditions):
     params: SamplingParams = SamplingParams(temperature=1.0)
 
 
-def plain_law(model: TableModel, request: Request) -> dict[Outcome, float]:
-    """Return the probability of every outcome of plain sampling under the request's conditions."""
-    law: defaultdict[Outcome, float] = defaultdict(float)
+def plain_law(model: TableModel, request: Request) -> dict[Hashable, float]:
+    """Return the probability of every outcome of plain sampling under the request's conditions: of
+    ``(tokens, finish)``, and of DEAD_END.
+    """
     longest = min(request.max_new_tokens, model.max_positions - len(request.prompt))
     prompt_bytes = len(b"".join(TEXTS[token] for token in request.prompt))
 
     def expand(
         tokens: tuple[int, ...], forbidden: dict[int, frozenset[int]], weight: float
-    ) -> None:
-        """Add the outcomes of all texts that begin with ``tokens``, which have the probability
+    ) -> Iterator[tuple[Hashable, float]]:
+        """Return the outcomes of all texts that begin with ``tokens``, which have the probability
         ``weight``. ``forbidden`` has the tokens that bans forbid, by position.
         """
         history = request.prompt + tokens
@@ -45,37 +44,33 @@ def plain_law(model: TableModel, request: Request) -> dict[Outcome, float]:
         for constraint in request.constraints:
             if (mask := constraint(history)) is not None:
                 allowed &= mask
-        for token in forbidden.get(len(tokens), frozenset()):
-            allowed[token] = False
+        allowed[list(forbidden.get(len(tokens), ()))] = False
         probs = distribution(
             model.row(history)[None], torch.tensor(history), request.params, allowed[None]
         )[0]
         if not probs.any():
-            law[DEAD_END] += weight
-            return
-        for token, probability in enumerate(probs.tolist()):
-            if probability == 0:
-                continue
+            yield DEAD_END, weight
+        for token in probs.nonzero().flatten().tolist():
+            share = weight * probs[token].item()
             longer = (*tokens, token)
-            begin = _completed(request.prompt + longer, request.banned, floor=0)
+            text = request.prompt + longer
+            begin = _completed(text, request.banned, floor=0)
             if begin is not None:  # a banned word: back to before the token in which it began
-                back = max(_holder(request.prompt + longer, begin) - len(request.prompt), 0)
+                holders = [position for position, token in enumerate(text) for _ in TEXTS[token]]
+                back = max(holders[begin] - len(request.prompt), 0)
                 kept = {at: banned for at, banned in forbidden.items() if at <= back}
                 kept[back] = kept.get(back, frozenset()) | {longer[back]}
-                expand(longer[:back], kept, weight * probability)
-                continue
-            stop = _completed(request.prompt + longer, request.stop_strings, floor=prompt_bytes)
-            if token in request.eos_ids:
-                law[longer, "eos"] += weight * probability
-            elif stop is not None:
-                law[longer, "stop"] += weight * probability
+                yield from expand(longer[:back], kept, share)
+            elif token in request.eos_ids:
+                yield (longer, "eos"), share
+            elif _completed(text, request.stop_strings, floor=prompt_bytes) is not None:
+                yield (longer, "stop"), share
             elif len(longer) == longest:
-                law[longer, "length"] += weight * probability
+                yield (longer, "length"), share
             else:
-                expand(longer, forbidden, weight * probability)
+                yield from expand(longer, forbidden, share)
 
-    expand((), {}, 1.0)
-    return dict(law)
+    return summed(expand((), {}, 1.0))
 
 
 def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
@@ -88,9 +83,3 @@ def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int |
             if text[floor:end].endswith(word):
                 return end - len(word)
     return None
-
-
-def _holder(tokens: Sequence[int], offset: int) -> int:
-    """Return the position of the token that holds the byte at ``offset``."""
-    spelled = [position for position, token in enumerate(tokens) for _ in TEXTS[token]]
-    return spelled[offset]

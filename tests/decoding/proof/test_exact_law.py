@@ -102,7 +102,8 @@ def every_pair(axes: dict[str, dict[str, object]]) -> list[dict[str, str]]:
 
 def random_row(random: Random, vocab: int) -> list[float]:
     """One distribution: mostly generic, sometimes with a zero, with ties, or one-hot."""
-    weights, one = [random.uniform(0.1, 1.0) for _ in range(vocab)], random.randrange(vocab)
+    weights = [random.uniform(0.1, 1.0) for _ in range(vocab)]
+    one = random.randrange(vocab)
     special = {
         "zero": [weight * (token != one) for token, weight in enumerate(weights)],
         "tie": [1.0 + round(weight) for weight in weights],
@@ -112,7 +113,7 @@ def random_row(random: Random, vocab: int) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def random_model(
+def mixed_tables(
     random: Random, kind: str, vocab: int = 3, states: int = 4
 ) -> table_model.TableModel:
     """Target and draft tables: "unrelated", "equal", or the draft's supports "shifted" (disjoint
@@ -160,7 +161,7 @@ def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
     if case["allowed"] == "banned from the prompt":  # its texts have two tokens, of many paths
         lengths = lengths[:4]
     for number, length in enumerate(lengths):
-        model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
+        model = mixed_tables(Random(f"{case} {number}"), KINDS[number % 3])
         for rule in ("ratio", "block")[: 2 - number % 2]:
             assert case_deviation(model, case, length, rule=rule) < EXACT
 
@@ -213,7 +214,7 @@ def test_block_verification_keeps_at_least_as_many_tokens_as_the_ratio_rule(gamm
 @pytest.mark.parametrize("params", list(AXES["params"]))
 def test_a_model_draft_of_non_finite_logits_keeps_the_law(broken: float, params: str) -> None:
     """A draft in half precision may overflow where its target does not."""
-    model = random_model(Random(3), "unrelated")
+    model = mixed_tables(Random(3), "unrelated")
     model.tables[table_model.DRAFT_PLAN][1:] = broken
     request = Request(params=AXES["params"][params], max_new_tokens=2)
     for rule in ("ratio", "block"):
@@ -229,7 +230,7 @@ def test_the_full_product_of_axes_keeps_the_law(drafter: str, params: str) -> No
     for number, values in enumerate(product(*rest.values())):
         case = {"drafter": drafter, "params": params, **dict(zip(rest, values, strict=True))}
         for length, rule in product((2, 3), ("ratio", "block")):
-            model = random_model(Random(f"{drafter} {params} {number} {length}"), KINDS[number % 3])
+            model = mixed_tables(Random(f"{drafter} {params} {number} {length}"), KINDS[number % 3])
             assert case_deviation(model, case, length, rule=rule) < EXACT, case
 
 
@@ -239,7 +240,7 @@ def test_the_full_product_of_axes_keeps_the_law(drafter: str, params: str) -> No
 @pytest.mark.parametrize("params", list(AXES["params"]))
 def test_larger_vocabularies_keep_the_law(vocab: int, drafter: str, params: str) -> None:
     for seed in range(5):
-        model = random_model(Random(seed), KINDS[seed % 3], vocab, states=7)
+        model = mixed_tables(Random(seed), KINDS[seed % 3], vocab, states=7)
         assert case_deviation(model, {"drafter": drafter, "params": params}, 2) < EXACT
 
 
