@@ -1,5 +1,6 @@
-"""Compiled ``step.c``: at the first run on a machine, by the system's C compiler, with the numbers
-of ``model.quantise``. Knows nothing of models.
+"""Compiled ``step.c``, and the structures that it declares. It is compiled at the first run on a
+machine, by the system's C compiler, with the numbers of ``model.quantise``. Knows nothing of
+models.
 """
 
 import ctypes
@@ -8,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,26 @@ FLAGS = [
 ]
 # for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
+
+
+STRUCTURE = r"typedef struct \{([^}]*)\} %s;"
+DECLARATION = re.compile(r"(?:const )?(\w+) ([^;]*);")
+FIELD = re.compile(r"(\*?)(?:const )?\*?(\w+)(?:\[(\d+)\])?")
+NUMBERS = {"long": ctypes.c_long, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+
+
+@functools.cache
+def structure(name: str) -> type[ctypes.Structure]:
+    """Return a structure that the step declares, with its fields, and no others: numbers,
+    addresses, and structures or arrays of them.
+    """
+    source = re.sub(r"/\*.*?\*/", "", "".join(map(Path.read_text, SOURCES)), flags=re.DOTALL)
+    fields = []
+    for kind, names in DECLARATION.findall(re.search(STRUCTURE % name, source)[1]):
+        for pointer, field, count in FIELD.findall(names):
+            part = ctypes.c_void_p if pointer else NUMBERS.get(kind) or structure(kind)
+            fields.append((field, part * int(count) if count else part))
+    return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
 
 
 def compiler() -> list[str]:

@@ -517,13 +517,3 @@ def test_where_no_compiler_works_the_readable_blocks_run_and_a_line_says_why(
 def test_in_other_dtypes_the_readable_blocks_run(dtype: torch.dtype) -> None:
     model = random_model("llama", dtype)
     assert accelerate(model) is model and isinstance(accelerate(model.float()), cpu.FastDecoder)
-
-
-def test_structures_of_other_sizes_than_the_steps_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By name, before a step reads a field beside its place."""
-    wrong = cpu.structure("CText", {"entries": ctypes.c_void_p, "rows start": ctypes.c_long})
-    monkeypatch.setattr(cpu, "STRUCTURES", (*cpu.STRUCTURES[:-1], wrong))
-    with pytest.raises(TypeError, match="CText"):
-        accelerate(random_model("llama"))
