@@ -119,8 +119,8 @@ class FastDecoder(PreparedDecoder):
             texts += [CText(each.data_ptr(), rows, start, head_bytes) for each in cache.addresses]
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
         logits = torch.empty(len(all_tokens), self.vocab_size)
-        array = (CText * len(texts))(*texts)
-        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), all_tokens, logits)
+        of_texts = (CText * len(texts))(*texts), c_long(len(texts))
+        call("step", ctypes.byref(weights.model), *of_texts, all_tokens, logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
 

@@ -32,24 +32,23 @@ FLAGS = [
 # for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
 
-
-STRUCTURE = r"typedef struct \{([^}]*)\} %s;"
-DECLARATION = re.compile(r"(?:const )?(\w+) ([^;]*);")
-FIELD = re.compile(r"(\*?)(?:const )?\*?(\w+)(?:\[(\d+)\])?")
 NUMBERS = {"long": ctypes.c_long, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
 
 
 @functools.cache
 def structure(name: str) -> type[ctypes.Structure]:
-    """Return a structure that the step declares, with its fields, and no others: numbers,
-    addresses, and structures or arrays of them.
+    """Return a structure of the step, with the fields that its C declares: numbers, addresses,
+    other structures, and arrays of these.
     """
     source = re.sub(r"/\*.*?\*/", "", "".join(map(Path.read_text, SOURCES)), flags=re.DOTALL)
+    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", source)[1]
     fields = []
-    for kind, names in DECLARATION.findall(re.search(STRUCTURE % name, source)[1]):
-        for pointer, field, count in FIELD.findall(names):
-            part = ctypes.c_void_p if pointer else NUMBERS.get(kind) or structure(kind)
+    for kind, names in re.findall(r"(?:const )?(\w+) ([^;]*);", body):
+        # such as "*const *entries" or "qkv[3]"
+        for star, field, count in re.findall(r"(\*?)(?:const )?\*?(\w+)(?:\[(\d+)\])?", names):
+            part = ctypes.c_void_p if star else NUMBERS.get(kind) or structure(kind)
             fields.append((field, part * int(count) if count else part))
+    # without a place for other names, a misspelt one is refused
     return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
 
 

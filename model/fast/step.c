@@ -199,7 +199,8 @@ static void add_sublayer(Step *s, void sublayer(Step *, const float *, float *),
                          const float *norm, const float *post_norm, float *x) {
     static Memory of_normed, of_out;
     long hidden = s->model->hidden, count = s->rows * hidden;
-    float eps = s->model->eps, *normed = grow(&of_normed, 4 * count), *out = grow(&of_out, 4 * count);
+    float eps = s->model->eps, *normed = grow(&of_normed, 4 * count);
+    float *out = grow(&of_out, 4 * count);
     for (long first = 0; first < count; first += hidden)
         normalise(x + first, norm, hidden, eps, normed + first);
     sublayer(s, normed, out);
