@@ -1,14 +1,49 @@
-/* Products of attention, for up to a few dozen queries that read the same keys and values. From top
- * to bottom: scores, softmax, weighted sums of values. It knows nothing of models and windows.
+/* Attention of the rows of a step to the keys and values of a layer. From top to bottom: what it
+ * reads, scores, softmax, weighted sums of values, windows, and the three tasks of ``attend``. It
+ * knows nothing of weights, norms and rotary embeddings.
  *
- * A score is one sum, to which the columns of a head are added from the first to the last; a lane
- * holds the score of one position. A weighted sum gets the positions two by two, from the first to
- * the last; a lane holds a column. So the bits do not depend on the number of queries, nor on the
- * width of a register. */
+ * Positions are divided into chunks, and a piece of work is one chunk, for one key head and a few
+ * queries that read the same keys and values. A score is one sum, to which the columns of a head
+ * are added from the first to the last; a lane holds the score of one position. A weighted sum gets
+ * the positions two by two, from the first to the last; a lane holds a column. So the bits do not
+ * depend on the number of queries, nor on the width of a register. */
 
 #include "products.h"
+#include "threads.h"
+
+typedef struct {                         /* what all layers share */
+    long kind;                           /* of the cache: BF16 or F32 */
+    long heads, key_heads, groups, size; /* groups: heads of a key head; size: of a head */
+    long newest, sinks; /* window of a plan: the newest and the first positions; newest 0: all */
+    float scale, soft_cap; /* soft_cap 0: none */
+} AttentionConfig;
+
+typedef struct {          /* rows of one text, at positions that follow each other */
+    char *const *entries; /* [layers, 2], keys and values: [key heads, positions, size] */
+    long rows, start;     /* start: the first row's position */
+    long head_bytes;      /* from one head's entries to the next */
+} Text;
+
+typedef struct { /* rows of a text that attend together: they read its keys and values once */
+    const Text *text;
+    long row, rows, start; /* row: the first one's number in the step */
+} Span;
+
+typedef struct { /* attention of all rows of a step, layer by layer */
+    const AttentionConfig *config;
+    Span *spans;
+    long num_spans, rows, positions;
+    long chunks, sink_chunk; /* chunks of CHUNK positions; number of that of the sinks, or -1 */
+    long layer, window;      /* window: positions that a query attends to; 0 for all */
+    const float *q;          /* [rows, heads, size], q_stride numbers from row to row */
+    long q_stride;
+    char *queries;   /* q, rounded: [key_heads, rows, groups, size] */
+    float *partials; /* [key_heads, rows, groups, chunks, partial_size] */
+    float *out;      /* [rows, heads, size] */
+} Attention;
 
 enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK] */
+enum { WEIGHTS = 4 * CHUNK }; /* bytes from a query's weights to the next */
 enum { TURNED = 2 * WIDTH }; /* positions whose keys are turned together */
 enum { MANY = WIDTH == 8 ? 4 : 8 }; /* queries at a time, whose sums fit into the registers */
 
@@ -70,13 +105,17 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
         AT(Floats, out + i / 2 * CHUNK + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
-/* Scores of rounded queries at keys [begin, end) of a head [CHUNK, size]: -> [queries, CHUNK]. */
-static void score_keys(long kind, long queries, const char *keys, long begin, long end, long size,
+typedef struct { /* positions of a chunk, counted from its first */
+    long begin, end;
+} Range;
+
+/* Scores of rounded queries at a range of keys [CHUNK, size] of a head: -> [queries, CHUNK]. */
+static void score_keys(long kind, long size, const char *keys, Range range, long queries,
                        const char *x, float *scores) {
     long bytes = row_bytes(kind, size), x_bytes = input_bytes(kind, size);
     Ints turned[bytes / 4][2];
-    for (long key = begin / TURNED * TURNED; key < end; key += TURNED) {
-        turn_keys(keys + key * bytes, end - key, bytes / 4, turned);
+    for (long key = range.begin / TURNED * TURNED; key < range.end; key += TURNED) {
+        turn_keys(keys + key * bytes, range.end - key, bytes / 4, turned);
         for (long query = 0, taken; query < queries; query += taken) {
             const char *first = x + query * x_bytes;
             float *out = scores + query * CHUNK + key;
@@ -95,12 +134,12 @@ static void score_keys(long kind, long queries, const char *keys, long begin, lo
 INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
 
 /* Weights of a query's visible positions: softmax of their scores without its division, which is
- * exponentials of the scaled scores less the largest, in place. sum[0] is the sum of the weights,
- * sum[1] the largest scaled score. Weights beside the visible ones are zeros, up to an even number.
- * ``rounded``, where it is not NULL, gets them in bfloat16. A cap of 0 is none. */
-static void weigh(float *scores, const long visible[2], float scale, float cap, float sum[2],
-                  uint16_t *rounded) {
-    long begin = visible[0], end = visible[1];
+ * exponentials of the scaled scores less the largest. They replace the scores, in bfloat16 where
+ * pairs are multiplied. Weights beside the visible ones are zeros, up to an even number. sum[0] is
+ * the sum of the weights, sum[1] the largest scaled score. */
+static void weigh(const AttentionConfig *c, float *scores, Range visible, float sum[2]) {
+    float scale = c->scale, cap = c->soft_cap;
+    long begin = visible.begin, end = visible.end;
     int32_t largest = -0x7F800001;
     for (long i = begin; i < end; i++) {
         scores[i] = cap ? capped(scores[i] * scale, cap) : scores[i] * scale;
@@ -117,8 +156,8 @@ static void weigh(float *scores, const long visible[2], float scale, float cap, 
         scores[--begin] = 0.0f;
     if (end % 2)
         scores[end++] = 0.0f;
-    for (long i = begin; rounded && i < end; i += WIDTH)
-        store(BF16, rounded + i, load(F32, scores + i, end - i), end - i);
+    for (long i = begin; weight_bytes(c->kind) == 2 && i < end; i += WIDTH)
+        store(BF16, (uint16_t *)scores + i, load(F32, scores + i, end - i), end - i);
 }
 
 /* Numbers of a weighted sum: the columns of a head, filled up to two registers. Where pairs are
@@ -138,7 +177,7 @@ INLINE void add_two(long kind, int queries, const char *value, const char *next,
         Ints odd = (Ints)((Uints)a >> 16) | (b & (int32_t)0xFFFF0000);
 #pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
-            Ints pair = AT(int32_t, weights + query * CHUNK * 2) - (Ints){0};
+            Ints pair = AT(int32_t, weights + query * WEIGHTS) - (Ints){0};
             sums[query][0] = multiply_add_bf16(sums[query][0], even, pair);
             sums[query][1] = multiply_add_bf16(sums[query][1], odd, pair);
         }
@@ -150,26 +189,37 @@ INLINE void add_two(long kind, int queries, const char *value, const char *next,
         Floats second = load(kind, value + WIDTH * bytes_of(kind), left - WIDTH);
 #pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
-            Floats weight = broadcast(AT(float, weights + query * CHUNK * 4));
+            Floats weight = broadcast(AT(float, weights + query * WEIGHTS));
             sums[query][0] = multiply_add(first, weight, sums[query][0]);
             sums[query][1] = multiply_add(second, weight, sums[query][1]);
         }
     }
 }
 
-/* Add the weighted values of positions [begin, end), ``row`` bytes apart, to the sums of a few
- * queries: weights [queries, CHUNK] -> out [queries, stride], in 2 * WIDTH columns, or in those
- * that are left. Two positions are added at a time, an even one first, or one and zeros. */
-INLINE void add_values(long kind, int queries, const char *values, long row, long left, long begin,
-                       long end, const char *weights, float *out, long stride) {
+typedef struct { /* weighted sums of the values of a chunk, for a few queries */
+    long kind, size;
+    const char *values;  /* [CHUNK, size] */
+    const char *weights; /* [queries, CHUNK], WEIGHTS bytes each */
+    float *sums;         /* [queries, padded size], stride numbers from query to query */
+    long stride;
+} Weighted;
+
+/* Add the values of a range of positions to the sums of a few queries, in 2 * WIDTH columns, or in
+ * those that are left. Two positions are added at a time, an even one first, or one and zeros. */
+INLINE void add_values(long kind, int queries, long left, const Weighted *w, long query,
+                       long column, Range range) {
     static const char zeros[8 * WIDTH];
+    const char *values = w->values + column * bytes_of(kind);
+    const char *weights = w->weights + query * WEIGHTS;
+    float *out = w->sums + query * w->stride + column;
+    long row = w->size * bytes_of(kind), stride = w->stride;
     Floats sums[MANY][2];
 #pragma GCC unroll 16
     for (int i = 0; i < 2 * queries; i++)
         sums[i / 2][i % 2] = AT(Floats, out + i / 2 * stride + i % 2 * WIDTH);
-    for (long at = begin & ~1; at < end; at += 2) {
-        const char *value = at < begin ? zeros : values + at * row;
-        const char *next = at + 1 < end ? values + (at + 1) * row : zeros;
+    for (long at = range.begin & ~1; at < range.end; at += 2) {
+        const char *value = at < range.begin ? zeros : values + at * row;
+        const char *next = at + 1 < range.end ? values + (at + 1) * row : zeros;
         add_two(kind, queries, value, next, left, weights + at * weight_bytes(kind), sums);
     }
 #pragma GCC unroll 16
@@ -177,45 +227,181 @@ INLINE void add_values(long kind, int queries, const char *values, long row, lon
         AT(Floats, out + i / 2 * stride + i % 2 * WIDTH) = sums[i / 2][i % 2];
 }
 
-/* The same for any number of queries, in all columns: values [positions, size]. Columns that fill
- * less than two registers are added query by query. */
-static void add_all_values(long kind, long queries, const char *values, long begin, long end,
-                           long size, const char *weights, float *out, long stride) {
-    long row = size * bytes_of(kind), bytes = CHUNK * weight_bytes(kind), taken;
-    for (long column = 0; column < size && begin < end; column += 2 * WIDTH)
-        for (long query = 0, left = size - column; query < queries; query += taken) {
-            const char *v = values + column * bytes_of(kind), *w = weights + query * bytes;
-            float *sums = out + query * stride + column;
-            taken = left < 2 * WIDTH ? 1 : min(MANY, queries - query);
+/* The same for any number of queries, from ``first`` on, in all columns. Columns that fill less
+ * than two registers are added query by query. */
+static void add_all_values(const Weighted *w, long first, long queries, Range range) {
+    long taken;
+    for (long column = 0; column < w->size && range.begin < range.end; column += 2 * WIDTH)
+        for (long query = first; query < first + queries; query += taken) {
+            long left = w->size - column;
+            taken = left < 2 * WIDTH ? 1 : min(MANY, first + queries - query);
             if (left < 2 * WIDTH) {
-                add_values(kind, 1, v, row, left, begin, end, w, sums, stride);
+                add_values(w->kind, 1, left, w, query, column, range);
                 continue;
             }
 #pragma GCC unroll 8
             for (int n = 1; n <= MANY; n++)
-                if (n == taken && kind == BF16)
-                    add_values(BF16, n, v, row, 2 * WIDTH, begin, end, w, sums, stride);
+                if (n == taken && w->kind == BF16)
+                    add_values(BF16, n, 2 * WIDTH, w, query, column, range);
                 else if (n == taken)
-                    add_values(F32, n, v, row, 2 * WIDTH, begin, end, w, sums, stride);
+                    add_values(F32, n, 2 * WIDTH, w, query, column, range);
         }
 }
 
-/* Add the weighted values of the positions that each row sees: visible [rows, 2], where a later row
- * sees no earlier positions, and no fewer later ones. A row has ``groups`` queries. Positions that
- * all rows see are added for all at once, those before and after them row by row. */
-static void add_visible(long kind, long rows, long groups, const char *values,
-                        const long (*visible)[2], long size, const char *weights, float *out,
-                        long stride) {
-    long common = (visible[rows - 1][0] + 1) & ~1, until = max(common, visible[0][1] & ~1);
-    long bytes = groups * CHUNK * weight_bytes(kind);
-    for (long part = 0; part < 2; part++) {
-        for (long row = 0; row < rows; row++) {
-            long begin = part ? max(until, visible[row][0]) : visible[row][0];
-            long end = part ? visible[row][1] : min(common, visible[row][1]);
-            add_all_values(kind, groups, values, begin, end, size, weights + row * bytes,
-                           out + row * groups * stride, stride);
-        }
-        if (part == 0)
-            add_all_values(kind, rows * groups, values, common, until, size, weights, out, stride);
+/* Add the values of the positions that each row sees. A row has ``groups`` queries. A later row
+ * sees no earlier positions, and no fewer later ones. Positions that all rows see are added for all
+ * at once, those before and after them row by row. */
+static void add_visible(const Weighted *w, long rows, long groups, const Range *visible) {
+    long first = (visible[rows - 1].begin + 1) & ~1;
+    Range by_all = {first, max(first, visible[0].end & ~1)};
+    for (long row = 0; row < rows; row++) {
+        Range before = {visible[row].begin, min(visible[row].end, by_all.begin)};
+        add_all_values(w, row * groups, groups, before);
     }
+    add_all_values(w, 0, rows * groups, by_all);
+    for (long row = 0; row < rows; row++) {
+        Range after = {max(visible[row].begin, by_all.end), visible[row].end};
+        add_all_values(w, row * groups, groups, after);
+    }
+}
+
+/* Positions of a chunk that a row attends to. A layer's window hides all before the oldest. The
+ * window of a plan also hides those from the sinks to the newest; the sinks are then a chunk of
+ * their own:
+ *
+ *     0 ...... oldest ...... sinks ............. newest ...... position
+ *              [  sink chunk )       (hidden)    [   other chunks     ] */
+static Range visible_to(const Attention *a, long position, long chunk) {
+    long end = position + 1, first = chunk * CHUNK, sinks = a->config->sinks;
+    long oldest = a->window ? max(0, end - a->window) : 0;
+    long newest = a->config->newest ? max(oldest, end - a->config->newest) : oldest;
+    if (newest <= sinks) /* nothing is hidden */
+        newest = oldest;
+    if (chunk == a->sink_chunk) {
+        long begin = min(oldest, sinks);
+        return (Range){begin, newest > oldest ? sinks : begin};
+    }
+    long last = max(0, min(CHUNK, end - first));
+    return (Range){min(last, max(0, newest - first)), last};
+}
+
+/* Numbers of a query's partial result of a chunk: the weighted sum of values, the sum of the
+ * weights, and the largest score. */
+INLINE long partial_size(const AttentionConfig *c) { return padded(c->size) + 2; }
+
+/* Place of a row's head among queries and partials: heads of the same keys lie side by side. */
+INLINE long place_of_query(const Attention *a, long row, long head) {
+    long groups = a->config->groups;
+    return (head / groups * a->rows + row) * groups + head % groups;
+}
+
+enum { KEYS, VALUES };
+
+/* Place of an entry of the cache in the layer of ``a``: [size] numbers. */
+INLINE char *entry_of(const Attention *a, const Text *text, int which, long head, long position) {
+    long bytes = row_bytes(a->config->kind, a->config->size);
+    return text->entries[2 * a->layer + which] + head * text->head_bytes + position * bytes;
+}
+
+/* First task: round the queries of a row to meet keys. */
+static void round_queries(void *argument, long row) {
+    const Attention *a = argument;
+    long kind = a->config->kind, size = a->config->size, bytes = input_bytes(kind, size);
+    const float *q = a->q + row * a->q_stride;
+    for (long head = 0; head < a->config->heads; head++, q += size)
+        round_inputs(kind, q, size, a->queries + place_of_query(a, row, head) * bytes);
+}
+
+/* Second task: the partial results of a span's rows, for one chunk and one key head. Spans that
+ * read the same keys and values are worked on one after the other. */
+static void attend_to_chunk(void *argument, long piece) {
+    const Attention *a = argument;
+    const AttentionConfig *c = a->config;
+    const Span *span = &a->spans[piece % a->num_spans];
+    long chunk = piece / a->num_spans % a->chunks, head = piece / a->num_spans / a->chunks;
+    long first = chunk == a->sink_chunk ? 0 : chunk * CHUNK;
+    const char *keys = entry_of(a, span->text, KEYS, head, first);
+    const char *values = entry_of(a, span->text, VALUES, head, first);
+    long place = place_of_query(a, span->row, head * c->groups), queries = span->rows * c->groups;
+    const char *x = a->queries + place * input_bytes(c->kind, c->size);
+    float *out = a->partials + (place * a->chunks + chunk) * partial_size(c);
+    long stride = a->chunks * partial_size(c);
+
+    Range visible[span->rows];
+    for (long row = 0; row < span->rows; row++)
+        visible[row] = visible_to(a, span->start + row, chunk);
+    float scores[queries][CHUNK];
+    Range by_any = {visible[0].begin, visible[span->rows - 1].end};
+    score_keys(c->kind, c->size, keys, by_any, queries, x, scores[0]);
+    for (long query = 0; query < queries; query++) {
+        float *sums = out + query * stride;
+        memset(sums, 0, 4 * partial_size(c));
+        weigh(c, scores[query], visible[query / c->groups], sums + padded(c->size));
+    }
+    Weighted w = {c->kind, c->size, values, (char *)scores, out, stride};
+    add_visible(&w, span->rows, c->groups, visible);
+}
+
+/* Third task: join the partial results of a query for all chunks. */
+static void join_chunks(void *argument, long place) {
+    const Attention *a = argument;
+    const AttentionConfig *c = a->config;
+    long size = padded(c->size), part_size = partial_size(c);
+    long row = place / c->groups % a->rows;
+    long head = place / c->groups / a->rows * c->groups + place % c->groups;
+    const float *parts = a->partials + place * a->chunks * part_size;
+    const float *end = parts + a->chunks * part_size;
+    float sums[size], largest = parts[size + 1], total = 0.0f;
+    for (const float *part = parts; part < end; part += part_size)
+        if (part[size + 1] > largest)
+            largest = part[size + 1];
+    memset(sums, 0, sizeof sums);
+    for (const float *part = parts; part < end; part += part_size) {
+        if (part[size] == 0.0f) /* the row attends to nothing of this chunk */
+            continue;
+        float factor = exponential(part[size + 1] - largest);
+        total += part[size] * factor;
+        for (long i = 0; i < size; i++)
+            sums[i] += part[i] * factor;
+    }
+    float *out = a->out + (row * c->heads + head) * c->size;
+    for (long i = 0; i < c->size; i++)
+        out[i] = sums[place_of_column(c->kind, i)] / total;
+}
+
+/* Attention of all rows to the entries of a layer: rotated queries -> out [rows, heads, size]. */
+static void attend_to_entries(Attention *a, const float *q, long q_stride, float *out) {
+    const AttentionConfig *c = a->config;
+    long pieces = a->num_spans * c->key_heads * a->chunks;
+    long scores = min(a->positions, CHUNK) * a->spans->rows * c->groups; /* of a piece */
+    a->q = q;
+    a->q_stride = q_stride;
+    a->out = out;
+    run(round_queries, a, a->rows, c->heads * c->size);
+    run(attend_to_chunk, a, pieces, 4 * scores);
+    run(join_chunks, a, a->rows * c->heads, a->chunks * partial_size(c));
+}
+
+enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22, MAX_QUERIES = 24 }; /* of a step; queries of a span */
+
+/* Begin the attention of a step: of the next rows of texts, after those that are done. */
+static Attention take_rows(const AttentionConfig *c, const Text *texts, long count, long done) {
+    static Memory spans, queries, partials;
+    Attention a = {.config = c, .spans = grow(&spans, MAX_ROWS * sizeof(Span)), .sink_chunk = -1};
+    for (const Text *text = texts; text < texts + count; text++)
+        a.positions = max(a.positions, text->start + text->rows);
+    a.chunks = (a.positions + CHUNK - 1) / CHUNK;
+    if (c->newest)
+        a.sink_chunk = a.chunks++;
+    long numbers = max(1, a.chunks) * c->heads * partial_size(c); /* partials of a row */
+    long most = min(MAX_ROWS, MAX_PARTIALS / numbers + 1);
+    for (const Text *text = texts; text < texts + count; done -= text->rows, text++)
+        for (long row = max(0, done), rows; row < text->rows && a.rows < most; row += rows) {
+            rows = min(text->rows - row, min(most - a.rows, max(1, MAX_QUERIES / c->groups)));
+            a.spans[a.num_spans++] = (Span){text, a.rows, rows, text->start + row};
+            a.rows += rows;
+        }
+    a.queries = grow(&queries, a.rows * c->heads * input_bytes(c->kind, c->size));
+    a.partials = grow(&partials, 4 * a.rows * numbers);
+    return a;
 }

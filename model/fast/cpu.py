@@ -8,7 +8,7 @@ weights.
 import ctypes
 import threading
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_long, c_void_p
+from ctypes import c_long, c_void_p
 from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
@@ -20,14 +20,13 @@ from model.cache import KVCache
 from model.config import Rope
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
-from model.fast.library import library
+from model.fast.library import library, structure
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LOW_BITS, SINKS, LayerPlan
 from model.quantise import shares_of
 from model.steps import Abilities
 
-KINDS = {torch.bfloat16: 16, torch.float32: 32}  # kinds of numbers in step.c, by their bits
-NORMS = {  # of a block: fields of a layer in step.c, and their names here
+NORMS = {  # of a block: fields of a Layer in step.c, and their names here
     "llama": {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
@@ -39,40 +38,15 @@ NORMS = {  # of a block: fields of a layer in step.c, and their names here
         "mlp_post_norm": "post_feedforward_layernorm",
     },
 }
+PLANS = 16  # whose weights are kept by address: a text has two or three, a search has hundreds
 one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
 
 
-def structure(name: str, fields: dict[str, type]) -> type[ctypes.Structure]:
-    """Return a structure of ``step.c``. A key of ``fields`` holds the names of fields of a type."""
-    each = [(part, kind) for names, kind in fields.items() for part in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": each})
-
-
-CMatrix = structure("CMatrix", {"weights bias": c_void_p, "kind rows columns": c_long})
-CLayer = structure(
-    "CLayer",
-    {
-        "qkv": CMatrix * 3,
-        "o": CMatrix,
-        "gate_up": CMatrix * 2,
-        "down": CMatrix,
-        "attention_norm attention_post_norm mlp_norm mlp_post_norm": c_void_p,
-        "q_norm k_norm cos sin": c_void_p,
-        "window": c_long,
-    },
-)
-CModel = structure(
-    "CModel",
-    {
-        "layers embedding norm": c_void_p,
-        "head": CMatrix,
-        "num_layers kind hidden heads key_heads groups size newest sinks": c_long,
-        "embedding_scale eps scale soft_cap final_soft_cap": c_float,
-        "is_gelu": c_int32,
-    },
-)
-CText = structure("CText", {"entries": c_void_p, "rows start head_bytes": c_long})
-STRUCTURES = CMatrix, CLayer, CModel, CText  # in the order of structure_bytes in step.c
+CMatrix = structure("Matrix")
+CLayer = structure("Layer")
+CAttention = structure("AttentionConfig")
+CModel = structure("Model")
+CText = structure("Text")
 
 
 def call(function: str, *arguments: object) -> None:
@@ -93,18 +67,13 @@ class FastDecoder(PreparedDecoder):
     abilities = Abilities(LOW_BITS, shares_steps=True, why_rows_vary=None)
 
     def __init__(self, model: Decoder) -> None:
-        bytes_there = (c_long * len(STRUCTURES)).in_dll(library(), "structure_bytes")
-        for each, expected in zip(STRUCTURES, bytes_there, strict=True):
-            if ctypes.sizeof(each) != expected:
-                raise TypeError(f"{each.__name__} takes {expected} bytes in step.c, not in cpu.py")
         super().__init__(model)
         model.attend = attend_by_step
         if model.dtype == torch.bfloat16 and not library().has_pairs():
             for part in model.modules():
                 if isinstance(part, nn.Linear):
                     part.forward = partial(multiply_widened, part)
-        self.full = LayerPlan.full(self.num_layers)
-        self.plans: dict[LayerPlan, Weights] = {}
+        self.weights = lru_cache(PLANS)(partial(Weights, self))
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
         # of each cache, made once
         self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
@@ -113,10 +82,7 @@ class FastDecoder(PreparedDecoder):
         """Make the low-bit copies of a plan now, and return its weights, with rotary angles for
         these positions at least.
         """
-        found = self.plans.get(plan)
-        if found is None or found.positions < positions:
-            found = self.plans[plan] = Weights(self, plan, positions)
-        return found
+        return self.weights(plan, 1 << (positions - 1).bit_length())  # sizes double: few are made
 
     def __call__(
         self,
@@ -142,7 +108,7 @@ class FastDecoder(PreparedDecoder):
         IndexError for ids outside of the vocabulary, and ValueError where a cache is of another
         batch, or as ``KVCache.claim`` does.
         """
-        plan = plan or self.full
+        plan = plan or LayerPlan.full(self.num_layers)
         all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls]).long()
         if ((all_tokens < 0) | (all_tokens >= self.vocab_size)).any():
             raise IndexError(f"a token id is not in 0..{self.vocab_size - 1}")
@@ -160,8 +126,8 @@ class FastDecoder(PreparedDecoder):
             ]
         weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
         logits = torch.empty(len(all_tokens), self.vocab_size)
-        array = (CText * len(texts))(*texts)
-        call("step", ctypes.byref(weights.model), array, c_long(len(texts)), all_tokens, logits)
+        of_texts = (CText * len(texts))(*texts), c_long(len(texts))
+        call("step", ctypes.byref(weights.model), *of_texts, all_tokens, logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
 
@@ -196,13 +162,10 @@ class Weights:
     def __init__(self, fast: FastDecoder, plan: LayerPlan, positions: int) -> None:
         self.owned: list[object] = []
         self.copy = fast.copy
-        self.positions = 1 << (positions - 1).bit_length()
         config = fast.config
         model = fast.model
         angles = {
-            rope: [
-                self.address(each) for each in angle_table(rope, config.head_dim, self.positions)
-            ]
+            rope: [self.address(each) for each in angle_table(rope, config.head_dim, positions)]
             for rope in set(config.ropes)
         }
         parts = zip(
@@ -220,19 +183,19 @@ class Weights:
             embedding=self.address(model.embed_tokens.weight),
             norm=self.scales(model.norm),
             head=self.matrix(model.lm_head or model.embed_tokens, plan.head),
+            attention=attention_config(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                model.dtype,
+                scale=config.attention_scale,
+                soft_cap=config.attention_soft_cap,
+                newest=plan.window,
+            ),
             num_layers=config.num_layers,
-            kind=KINDS[model.dtype],
             hidden=config.hidden_size,
-            heads=config.num_heads,
-            key_heads=config.num_kv_heads,
-            groups=config.num_heads // config.num_kv_heads,
-            size=config.head_dim,
-            newest=plan.window or 0,
-            sinks=SINKS,
             embedding_scale=model.embedding_scale,
             eps=config.norm_eps,
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap or 0,
             final_soft_cap=config.final_soft_cap or 0,
             is_gelu=config.family.activation != "silu",
         )
@@ -280,7 +243,7 @@ class Weights:
         if not bits:
             return CMatrix()
         weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
-        kind = KINDS[product.weight.dtype] if bits == FULL else bits
+        kind = 8 * weight.itemsize if bits == FULL else bits
         bias = getattr(product, "bias", None)
         place = None if bias is None else self.address(bias.float())
         return CMatrix(self.address(weight), place, kind, *product.weight.shape)
@@ -288,6 +251,30 @@ class Weights:
     def scales(self, norm: RMSNorm) -> int:
         """Return the address of the factors by which a norm scales, float32."""
         return self.address(norm.weight.float() + (1 - norm.neutral))
+
+
+def attention_config(
+    heads: int,
+    key_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    newest: int | None,
+) -> ctypes.Structure:
+    """Return what the layers of a model share of attention, for the step."""
+    return CAttention(
+        kind=8 * dtype.itemsize,
+        heads=heads,
+        key_heads=key_heads,
+        groups=heads // key_heads,
+        size=size,
+        newest=newest or 0,
+        sinks=SINKS,
+        scale=scale,
+        soft_cap=soft_cap or 0,
+    )
 
 
 @lru_cache(maxsize=2)  # a model has up to two ropes, and its plans share them
@@ -306,7 +293,7 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tens
     copy = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
-    matrix = CMatrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
+    matrix = CMatrix(weight.data_ptr(), None, 8 * weight.itemsize, rows, columns)
     call("round_weights", ctypes.byref(matrix), c_long(bits), shares, copy)
     return copy
 
@@ -338,22 +325,13 @@ def attend_by_step(
         v = v.contiguous()
     queries = q.transpose(1, 2).float().contiguous()
     out = torch.empty_like(queries)
-    layer = CLayer(window=window or 0)
-    model = CModel(
-        layers=ctypes.addressof(layer),
-        kind=KINDS[k.dtype],
-        heads=heads,
-        key_heads=k.shape[1],
-        groups=heads // k.shape[1],
-        size=size,
-        newest=newest or 0,
-        sinks=SINKS,
-        scale=scale,
-        soft_cap=soft_cap or 0,
+    config = attention_config(
+        heads, k.shape[1], size, k.dtype, scale=scale, soft_cap=soft_cap, newest=newest
     )
     for number in range(batch):
         entries = (c_void_p * 2)(k[number].data_ptr(), v[number].data_ptr())
         start = k.shape[2] - count
         text = CText(ctypes.addressof(entries), count, start, k.stride(1) * k.itemsize)
-        call("attend", ctypes.byref(model), ctypes.byref(text), queries[number], out[number])
+        by_address = ctypes.byref(config), ctypes.byref(text)
+        call("attend", *by_address, c_long(window or 0), queries[number], out[number])
     return out.to(q.dtype).transpose(1, 2)

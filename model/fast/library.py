@@ -1,5 +1,6 @@
-"""Compiled ``step.c``: at the first run on a machine, by the system's C compiler, with the numbers
-of ``model.quantise``. Knows nothing of models.
+"""Compiled ``step.c``, and the structures that it declares. It is compiled at the first run on a
+machine, by the system's C compiler, with the numbers of ``model.quantise``. Knows nothing of
+models.
 """
 
 import ctypes
@@ -8,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,25 @@ FLAGS = [
 ]
 # for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
+
+NUMBERS = {"long": ctypes.c_long, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+
+
+@functools.cache
+def structure(name: str) -> type[ctypes.Structure]:
+    """Return a structure of the step, with the fields that its C declares: numbers, addresses,
+    other structures, and arrays of these.
+    """
+    source = re.sub(r"/\*.*?\*/", "", "".join(map(Path.read_text, SOURCES)), flags=re.DOTALL)
+    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", source)[1]
+    fields = []
+    for kind, names in re.findall(r"(?:const )?(\w+) ([^;]*);", body):
+        # such as "*const *entries" or "qkv[3]"
+        for star, field, count in re.findall(r"(\*?)(?:const )?\*?(\w+)(?:\[(\d+)\])?", names):
+            part = ctypes.c_void_p if star else NUMBERS.get(kind) or structure(kind)
+            fields.append((field, part * int(count) if count else part))
+    # without a place for other names, a misspelt one is refused
+    return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
 
 
 def compiler() -> list[str]:

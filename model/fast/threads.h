@@ -1,4 +1,5 @@
-/* Threads of a step: the caller and its helpers claim pieces of a task by an atomic counter.
+/* Threads and memory of a step. The caller and its helpers claim pieces of a task by an atomic
+ * counter.
  *
  * Beside another program a helper may lose its core for milliseconds. The caller waits for pieces
  * that a helper has claimed, never for one that has not begun; and once it has waited for long, it
@@ -8,6 +9,8 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdlib.h>
+#include "numbers.h"
 
 typedef void Task(void *argument, long piece);
 
@@ -102,4 +105,21 @@ static void run(Task *task, void *argument, long pieces, long cost) {
         if (looks > STALLED)
             pool.alone = ALONE;
     }
+}
+
+typedef struct {
+    void *place;
+    size_t bytes;
+} Memory;
+
+/* Place of at least so many bytes, which are kept for the next step. */
+static void *grow(Memory *memory, size_t bytes) {
+    if (memory->bytes < bytes) {
+        free(memory->place);
+        memory->bytes = (bytes + 63) / 64 * 64;
+        memory->place = aligned_alloc(64, memory->bytes);
+        if (!memory->place)
+            abort();
+    }
+    return memory->place;
 }

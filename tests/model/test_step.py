@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
@@ -519,11 +520,17 @@ def test_in_other_dtypes_the_readable_blocks_run(dtype: torch.dtype) -> None:
     assert accelerate(model) is model and isinstance(accelerate(model.float()), cpu.FastDecoder)
 
 
-def test_structures_of_other_sizes_than_the_steps_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By name, before a step reads a field beside its place."""
-    wrong = cpu.structure("CText", {"entries": ctypes.c_void_p, "rows start": ctypes.c_long})
-    monkeypatch.setattr(cpu, "STRUCTURES", (*cpu.STRUCTURES[:-1], wrong))
-    with pytest.raises(TypeError, match="CText"):
-        accelerate(random_model("llama"))
+def test_a_structure_has_the_fields_that_the_step_declares_and_no_others() -> None:
+    names = [name for name, _ in library.structure("Text")._fields_]
+    assert names == ["entries", "rows", "start", "head_bytes"]
+    with pytest.raises(AttributeError):
+        library.structure("Text")(row=1)
+
+
+def test_only_the_weights_of_the_newest_plans_are_kept() -> None:
+    model = accelerate(random_model("llama"))
+    oldest = weakref.ref(model.prepare(LayerPlan.full(3)))
+    for window in range(cpu.PLANS):
+        assert oldest()
+        model.prepare(replace(LayerPlan.full(3), window=window + 1))
+    assert oldest() is None
