@@ -72,7 +72,11 @@ class KVCache:
         return all_keys, all_values
 
     def truncate(self, length: int) -> None:
-        """Forget every position from ``length`` on, in every layer. No tensor is touched."""
+        """Forget every position from ``length`` on, in every layer. No tensor is touched. Raises
+        ValueError for a length below 0.
+        """
+        if length < 0:
+            raise ValueError(f"a cache cannot be cut to {length} positions")
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
     def copy_from(self, source: KVCache, length: int) -> None:

@@ -33,9 +33,11 @@ def render(
     messages: Sequence[Mapping[str, str]],
     names: Mapping[str, str],
     variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Return the text of a conversation up to the beginning of an answer, with ``names`` of control
-    tokens by role.
+    """Return the text of a conversation, by default up to the beginning of an answer, with
+    ``names`` of control tokens by role.
 
     ``variables`` are more of the template's, such as "enable_thinking". Raises InputError if the
     template fails, refuses the conversation or does not read a variable.
@@ -57,7 +59,7 @@ def render(
             )
         text = environment.from_string(source).render(
             messages=messages,
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
             tools=None,
             documents=None,
             raise_exception=refuse,

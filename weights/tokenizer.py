@@ -9,12 +9,14 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
+from app.common.command_line import say
 from app.common.files import read_optional_json, read_text
 from model.errors import InputError, explaining
 from weights.chat_template import default_template, render
@@ -89,6 +91,8 @@ class Tokenizer:
         longest_first = sorted(self.special, key=len, reverse=True)
         self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.eos_ids = ending_ids(folder, self.special.get(self.names["eos_token"]))
+        if self.chat_template is not None:
+            self._check_end_of_turn(folder)
 
     def _read_tokens(self, path: Path, listed: Mapping[int, AddedToken]) -> None:
         """Read a tokenizer file, with the control tokens that tokenizer_config.json has ``listed``.
@@ -114,6 +118,23 @@ class Tokenizer:
         # Characters without a meaning. The model does not have this token: its vocabulary was read.
         self.placeholder = "".join(chr(secrets.choice(range(0xE000, 0xF900))) for _ in range(12))
         self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
+
+    def _check_end_of_turn(self, folder: Path) -> None:
+        """Print a line where the chat template ends answers with a token that ends no text."""
+        turns = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": self.placeholder},
+        ]
+        text = ""
+        with suppress(InputError):
+            text = render(self.chat_template, turns, self.names, {}, add_generation_prompt=False)
+        _, _, rest = text.partition(self.placeholder)
+        end = next((part for part in self._split(rest) if isinstance(part, int)), None)
+        if end is not None and end not in self.eos_ids:
+            say(
+                f"{folder.name}: answers do not end at the chat template's end of turn: to end them"
+                f" there, add {end} to eos_token_id in its generation_config.json"
+            )
 
     def encode(self, text: str, *, find_names: bool = False) -> list[int]:
         """Return the token ids of a plain text, after a beginning-of-text token where one is

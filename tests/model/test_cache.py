@@ -145,7 +145,7 @@ REFUSED = {
         1,
         "layer 1: writing at 5 leaves a hole after 4 entries",
     ),
-    "hole after fewer than none": (FULL, -5, 0, 1, "writing at 0 leaves a hole after -5 entries"),
+    "fewer than none": (FULL, -5, 0, 1, "cannot be cut to -5 positions"),
     "beyond the capacity": (FULL, 5, 5, 2, "position 6 is outside the cache's 6 positions"),
 }
 PREPARED = {

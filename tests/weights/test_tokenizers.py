@@ -521,11 +521,14 @@ def test_a_template_is_rendered_as_its_authors_expect(
         ({}, {"<|eot_id|>"}),
     ],
 )
-def test_a_text_ends_at_every_id_that_the_folder_names(changed, tmp_path, files, expected):
+def test_a_text_ends_at_every_id_that_the_folder_names(changed, tmp_path, files, expected, capsys):
+    """A line says so where the template's end of turn is none of them."""
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = changed()
     assert tokenizer.eos_ids == {tokenizer.special.get(end, end) for end in expected}
+    said = f"add {tokenizer.special['<|eot_id|>']} to eos_token_id in its generation_config.json"
+    assert (said in capsys.readouterr().err) == ("<|eot_id|>" not in expected)
 
 
 @pytest.mark.parametrize(
