@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from jinja2.ext import loopcontrols
@@ -49,7 +48,7 @@ def render(
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja escapes HTML
+    environment.filters["tojson"] = to_json
     # a template can raise any error
     with explaining("the model's chat template fails", (Exception,)):
         source = GENERATION_TAG.sub(r"\1with\2", template)  # both are a scope
@@ -69,3 +68,8 @@ def render(
         )
         text.encode()  # fails for half of a surrogate pair
         return text
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+    """Return JSON, as the filter of transformers does: Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)

@@ -122,7 +122,7 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
         ({"model": "tiny-gemma2"}, "model is an option of load"),
         ({"regex": "\ud800"}, "--regex is not UTF-8 text"),
         ({"regex": "a{99999999}"}, "the regular expression: lexer error: too many"),
-        ({"json_schema": {"enum": ["\ud800"]}}, "is not"),
+        ({"json_schema": {"enum": ["\ud800"]}}, "the JSON schema: unexpected end of hex"),
         ({"json_schema": {"enum": {1}}}, "--json-schema is no JSON"),
         ({"chat_template_kwargs": "{"}, "--chat-template-kwargs is no JSON"),
         ({"chat_template_kwargs": ""}, "--chat-template-kwargs is empty"),
@@ -305,10 +305,10 @@ def test_a_dead_end_is_told_with_the_grammars_reason(
     session = generate.load(str(chat_model), draft="none", regex="[ab]{9}", max_new_tokens=9)
     nothing = torch.zeros(session.config.vocab_size, dtype=torch.bool)
     reason = "the regular expression: too many states"
-    compute = GrammarConstraint._compute
+    compute = GrammarConstraint.compute
     monkeypatch.setattr(
         GrammarConstraint,
-        "_compute",
+        "compute",
         lambda self, written: (nothing, reason) if written else compute(self, written),
     )
     assert refusal(session.write, PROMPT) == reason
