@@ -15,7 +15,6 @@ import sys
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch import Tensor
 
 from app.characters import Labels
 from app.common.parsers import MODEL, Groups, picture_file, script
@@ -45,7 +44,7 @@ OPTIONS: Groups = {
 
 
 @torch.inference_mode()
-def guesses(model: Decoder, ids: list[int], layers: list[int]) -> tuple[Tensor, Tensor]:
+def guesses(model: Decoder, ids: list[int], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest token after each of the last ``TOKENS``, and its probability, by the
     head that reads the output of each of the ``layers``: both [layers, TOKENS].
     """

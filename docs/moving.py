@@ -87,9 +87,8 @@ def timetable(sample: Sample, labels: Labels, step: float) -> Iterator[Shown]:
             is_own = verdict == "own"
             text = visible(labels.spelled([token]).decode(errors="replace"))
             place = text_end if is_own else draft_end
-            rest_of_line = COLUMNS - place % COLUMNS
-            if len(text) > rest_of_line:
-                place += rest_of_line
+            if place % COLUMNS + len(text) > COLUMNS:
+                place += COLUMNS - place % COLUMNS  # the next line
             draft_end = place + len(text)
             if verdict in ("accepted", "own"):
                 text_end = draft_end

@@ -39,9 +39,9 @@ def replies(
         "model": session.name,
     }
     stream = TextStream(sample.source)
-    logprobs = None
-    if body.likeliest is not None:
-        logprobs = Logprobs(sample.source, session.labels, body.likeliest)
+    logprobs = (
+        None if body.likeliest is None else Logprobs(sample.source, session.labels, body.likeliest)
+    )
     is_first = True
     for round in rounds(logprobs and logprobs.see):
         piece = stream.pull()

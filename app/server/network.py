@@ -99,8 +99,7 @@ async def respond(
 async def events(job: Job, reply: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: this ``reply`` of a job, then those that follow."""
     while reply is not None:
-        failed = isinstance(reply, Exception)
-        yield refusal(reply).body.decode() if failed else json.dumps(reply)
+        yield refusal(reply).body.decode() if isinstance(reply, Exception) else json.dumps(reply)
         reply = await job.replies.get()
     yield "[DONE]"
 

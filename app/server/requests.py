@@ -94,10 +94,10 @@ class Body(BaseModel):
 
 def is_neutral(name: str, value: Any, is_known: bool) -> bool:
     """Return whether a field asks for nothing."""
-    is_empty = value is None or (not is_known and value in ("", [], {}))
     return (
-        is_empty
+        value is None
         or name in UNUSED
+        or (value in ("", [], {}) and not is_known)
         # Types are compared too, since True equals 1.
         or (type(value), value) in [(type(each), each) for each in NEUTRAL.get(name, ())]
     )
@@ -263,8 +263,11 @@ def kinds_at_hand(session: Session) -> list[str]:
     need an option, which a request cannot give.
     """
     at_hand = {None, "plan"} if (session.folder / "plan.json").exists() else {None}
-    own = session.options.draft
-    return [name for name, kind in KINDS.items() if name == own or kind.needs in at_hand]
+    return [
+        name
+        for name, kind in KINDS.items()
+        if kind.needs in at_hand or name == session.options.draft
+    ]
 
 
 def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
