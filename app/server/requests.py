@@ -80,7 +80,7 @@ class Body(BaseModel):
         """Return the body without the fields that ask for nothing."""
         if not isinstance(body, dict):
             return body
-        known = {
+        known = {  # as requests spell them
             spelling
             for name, field in cls.model_fields.items()
             for spelling in getattr(field.validation_alias, "choices", [name])
@@ -260,7 +260,7 @@ class ChatBody(TextBody):
 
 def kinds_at_hand(session: Session) -> list[str]:
     """Return the kinds of draft that a request can choose: the server's own, and all but those that
-    need an option, which a request cannot give.
+    need an option, since a request cannot give it. A layer plan may also lie in the model's folder.
     """
     at_hand = {None, "plan"} if (session.folder / "plan.json").exists() else {None}
     return [

@@ -88,8 +88,8 @@ class Worker:
         session.check_memory()
         session.mask_seconds = 1.0  # a grammar that takes longer would keep the others waiting
         session.options = replace(session.options, context=session.capacity())
-        # So that no client waits for low-bit copies or a compiler. Any tokens do: two are a prompt
-        # with a first and a last one.
+        # So that no client waits for low-bit copies or a compiler. Any ids do, since the texts are
+        # dropped. There are two, so that one is read before the last one begins the loop.
         session.warm_up([0, 0])
         self.session = session
         self.free = [
