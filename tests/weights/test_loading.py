@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -447,6 +448,13 @@ def test_every_config_survives_saving_and_loading(family, data, tmp_path_factory
     assert again.config == ours.config and torch.equal(again(TOKENS), ours(TOKENS))
     expected = oracle_logits(oracle, TOKENS)
     torch.testing.assert_close(our_model(oracle)(TOKENS), expected, rtol=0, atol=1e-4)
+
+
+def test_a_config_that_was_changed_without_its_source_is_not_saved(tmp_path):
+    model = random_model(raw_config("llama", False))
+    model.config = replace(model.config, norm_eps=0.5)
+    assert "config differs from that of its source" in refusal(save_model, model, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, monkeypatch):
