@@ -31,7 +31,7 @@ from weights.tokenizer_files import (
     tokenizer_file,
 )
 
-# a text whose tokens must be spelt as the file's own decoder spells them
+# a text whose tokens must be spelt as the file's own decoder spells them; no template holds it
 SAMPLE = "The quick brown fox isn't 12 years old.\n\n\tif (x != [3.5]):  naïve café — 日本語"
 
 
@@ -131,12 +131,11 @@ class Tokenizer:
 
     def _check_end_of_turn(self, folder: Path) -> None:
         """Print a line where the chat template ends answers with a token that ends no text."""
-        answer = random_word()
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAMPLE}]
         text = ""
         with suppress(InputError):
             text = render(self.chat_template, turns, self.names, {}, add_generation_prompt=False)
-        _, _, rest = text.partition(answer)
+        _, _, rest = text.partition(SAMPLE)
         end = next((part for part in self._split(rest) if isinstance(part, int)), None)
         if end is not None and end not in self.eos_ids:
             say(

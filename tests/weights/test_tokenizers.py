@@ -507,8 +507,9 @@ def test_a_template_is_rendered_as_its_authors_expect(
 ):
     if file:
         (tmp_path / "chat_template.jinja").write_text(file)
-    like_json = {"900": {"content": '["', "special": True}}
-    tokenizer = changed(chat_template=template, added_tokens_decoder=like_json)
+    tokenizer = changed(
+        chat_template=template, added_tokens_decoder={"900": {"content": '["', "special": True}}
+    )
     ids = tokenizer.encode_chat([USER], variables=variables)
     assert tokenizer.decode(ids) == expected
 
