@@ -1,9 +1,10 @@
 """Model folders: found by name or on the Hugging Face hub, loaded, and told apart by a fingerprint.
 
-The hub's library downloads into its cache, and obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and
-HF_ENDPOINT. A checkpoint's tensors are compared with its config before memory for them is
-allocated. Loading takes the memory of the weights and of one stored tensor. Knows nothing of
-decoding, and options only by their names, which its messages give.
+From the top: names and the hub, configs and dtypes, loading, the fingerprint. The hub's library
+downloads into its cache, and obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT. A
+checkpoint's tensors are compared with its config before memory for them is allocated. Loading takes
+the memory of the weights and of one stored tensor. Knows nothing of decoding, and options only by
+their names, which its messages give.
 """
 
 from __future__ import annotations

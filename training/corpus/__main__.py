@@ -106,7 +106,8 @@ def run(options: argparse.Namespace) -> None:
     A batch depends on the seed and on the contents of the file only, so that a run that was killed
     continues to the same file. Raises InputError when the model writes nothing new any more.
     """
-    check_place(options.out)
+    if options.out.exists():
+        check_place(options.out)
     stories: dict[str, dict[str, str]] = {}
     written = read_json_lines(options.out) if options.out.is_file() else ()
     with explaining(
