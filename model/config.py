@@ -46,7 +46,8 @@ class Family:
     is that of the MLP. With ``scaled_embedding`` the embeddings are multiplied by √hidden.
     ``biased`` names the projections of q, k, v and o that have a bias in every checkpoint. With
     ``head_norms`` each head of q and k is normed before it is rotated. With ``two_ropes`` layers
-    with a window have a rotary embedding of their own.
+    with a window have a rotary embedding of their own. Activations stay in
+    float16's range where the family ``fits_float16``.
     """
 
     block: str
@@ -56,6 +57,7 @@ class Family:
     biased: str = ""
     head_norms: bool = False
     two_ropes: bool = False
+    fits_float16: bool = True
 
 
 # Optional keys, with their values in a family that does not read them.
@@ -109,6 +111,7 @@ FAMILIES = {
         },
         activation="gelu_pytorch_tanh",
         scaled_embedding=True,
+        fits_float16=False,
     ),
     "gemma3_text": Family(
         "gemma2",
@@ -117,6 +120,7 @@ FAMILIES = {
         scaled_embedding=True,
         head_norms=True,
         two_ropes=True,
+        fits_float16=False,
     ),
 }
 

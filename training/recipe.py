@@ -46,7 +46,8 @@ def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float
 
     A ``power`` below 1, which is not the paper's, flattens the sums to s(l)^power ·
     s(L-2)^(1-power). Without it an exit after a quarter of the layers has a sixteenth of the last
-    one's weight, too little for a short run.
+    one's weight, too little for a short run. At 0 all early exits weigh the same: the first too,
+    whose sum is 0 (0⁰ = 1), but which weighs nothing at any power above.
     """
     last = len(on)
     layer = np.arange(last)
@@ -129,7 +130,7 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
     each a list by layer.
     """
     generator = torch.Generator().manual_seed(0)
-    sums = np.zeros((2, model.num_layers))
+    sums = np.zeros((2, model.num_layers))  # of losses, and of agreement
     for _ in range(HELD_OUT_BATCHES):
         tokens = held_out.pick(HELD_OUT_ROWS, generator).to(model.device)
         losses = []
@@ -139,6 +140,7 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
                 logits = model.logits(hidden).float().flatten(0, 1)
                 losses.append(F.cross_entropy(logits, tokens[:, 1:].flatten()).item())
                 guesses.append(logits.argmax(-1))
-        sums += losses, [(guess == guesses[-1]).float().mean().item() for guess in guesses]
+        agreement = [(each == guesses[-1]).float().mean().item() for each in guesses]
+        sums += np.array([losses, agreement])
     held_out_loss, agreement = (sums / HELD_OUT_BATCHES).round(4).tolist()
     return {"held_out_loss": held_out_loss, "agreement": agreement}

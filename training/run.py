@@ -6,6 +6,7 @@ Knows nothing of losses.
 import argparse
 import copy
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from weights.checkpoint import save_model
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
-Part = torch.nn.Module | torch.optim.Optimizer  # of a run, saved by its ``state_dict``
+# of a run, saved by its ``state_dict``: the model comes first, its optimisers follow
+Part = torch.nn.Module | torch.optim.Optimizer
 STATE = "training/state.pt"
 LOG = "training/log.jsonl"
 OPTIONS: Groups = {
@@ -177,18 +179,16 @@ def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]
             f"--context {options.context} is more than the config's {config.max_positions}"
             " positions"
         )
-    is_new = not (options.out / STATE).exists()
-    if is_new and (options.out / "config.json").exists():
+    if (options.out / "config.json").exists() and not (options.out / STATE).exists():
         raise InputError(
             f"{options.out} holds a model without the state of a run: give another --out"
         )
     documents = read_documents(options.data)
-    with TemporaryDirectory() as folder:
-        if is_new and not start:
-            train_tokenizer(documents, options.vocab_size, Path(folder))
-        tokenizer = Tokenizer(start or (Path(folder) if is_new else options.out))
+    with TemporaryDirectory() as scratch:
+        tokenizer = tokenizer_of(options, start, documents, Path(scratch))
         rows = rows_of(documents, tokenizer, options.context)
-        for file in Path(folder).iterdir():
+        # A new tokenizer is copied from there now: a text that is refused leaves no files.
+        for file in Path(scratch).iterdir():
             write_text(options.out / file.name, read_text(file))
     if start:
         return load_model(start, torch.float32), *rows, start
@@ -199,49 +199,73 @@ def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]
     return model, *rows, options.out
 
 
+def tokenizer_of(
+    options: argparse.Namespace, start: Path | None, documents: Sequence[str], scratch: Path
+) -> Tokenizer:
+    """Return the tokenizer of a run: that of the checkpoint which it starts from, that of the run
+    in ``--out``, or a new one for its documents, written into ``scratch``.
+    """
+    if start:
+        return Tokenizer(start)
+    if (options.out / STATE).exists():
+        return Tokenizer(options.out)
+    train_tokenizer(documents, options.vocab_size, scratch)
+    return Tokenizer(scratch)
+
+
 def load_run(options: argparse.Namespace, parts: Sequence[Part], rows: Rows) -> dict[str, Any]:
     """Return the state of the run in ``--out``: its options, its last step and the records of its
     log. The ``parts``, a model and its optimisers, get what was saved of them.
 
-    A new run is in step 0. Raises InputError for a run with other options or other ``rows``.
+    A new run is in step 0. Raises InputError for a damaged state, and for a run with other options,
+    another text or another config: files are compared by what they hold.
     """
+    config = json.dumps(parts[0].config.source, sort_keys=True)
     given = {
         name: str(value)
         for name, value in vars(options).items()
-        if name not in ("out", "device", "save_every", "data")
-    } | {"text of checksum": rows.checksum}
+        if name not in ("out", "device", "save_every", "data", "config")
+    } | {
+        "text of checksum": rows.checksum,
+        "config of checksum": f"{zlib.crc32(config.encode()):08x}",
+    }
     if not (options.out / STATE).exists():
         return {"options": given, "step": 0, "records": []}
     with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
         state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
-    saved = state["options"]
-    for name in saved | given:
-        if given.get(name) != saved.get(name):
-            raise InputError(
-                f"{options.out} holds a run with {name} {saved.get(name)}: give the same, or"
-                " another --out"
-            )
-    for part, values in zip(parts, state.pop("parts"), strict=True):
-        part.load_state_dict(values)
+        saved = state["options"]
+        for name in saved | given:
+            if given.get(name) != saved.get(name):
+                raise InputError(
+                    f"{options.out} holds a run with {name} {saved.get(name)}: give the same, or"
+                    " another --out"
+                )
+        for part, values in zip(parts, state.pop("parts"), strict=True):
+            part.load_state_dict(values)
     return state
 
 
 def save_run(out: Path, parts: Sequence[Part], state: dict[str, Any], tokenizer_from: Path) -> None:
     """Write the model, the first of the ``parts``, as an ordinary bf16 folder, and the log and the
     state to continue from, each file atomically. The state takes its place last, but its space
-    first: a full disk leaves no model without a state.
+    first: a full disk leaves no model without a state. Nor does Ctrl-C during the first save.
 
     A run that is killed before that repeats the last steps. Raises InputError when ``out`` cannot
     be written.
     """
-    with (
-        explaining(
-            f"{out / STATE} cannot be written, the last saved state is kept; free some space and"
-            " run again",
-            (OSError, RuntimeError),
-        ),
-        atomic_path(out / STATE) as temporary,
-    ):
-        torch.save({**state, "parts": [part.state_dict() for part in parts]}, temporary)
-        write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
-        save_model(copy.deepcopy(parts[0]).bfloat16(), out, tokenizer_from=tokenizer_from)
+    try:
+        with (
+            explaining(
+                f"{out / STATE} cannot be written, the last saved state is kept; free some space"
+                " and run again",
+                (OSError, RuntimeError),
+            ),
+            atomic_path(out / STATE) as temporary,
+        ):
+            torch.save({**state, "parts": [part.state_dict() for part in parts]}, temporary)
+            write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
+            save_model(copy.deepcopy(parts[0]).bfloat16(), out, tokenizer_from=tokenizer_from)
+    finally:
+        # Interrupted in the first save: a run begins only in a folder without a model.
+        if (out / "config.json").exists() and not (out / STATE).exists():
+            (out / "config.json").unlink()

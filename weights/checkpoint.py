@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from app.common.files import atomic_path, check_is_fetched, read_optional_json, write_json
-from model.config import ModelConfig
+from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.errors import InputError, explaining
 
@@ -136,7 +136,8 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
     """Write a folder that ``load_model`` and transformers can load, in the model's dtype.
 
     ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token ids are
-    copied too. Raises InputError when the folder cannot be written.
+    copied too. Raises InputError when the folder cannot be written, and for a config that was
+    changed without its ``source``, from which the file is made.
     """
     state = {
         name if name.startswith("lm_head.") else f"model.{name}": parameter.detach().contiguous()
@@ -151,6 +152,11 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
         "tie_word_embeddings": model.config.tie_embeddings,
         "torch_dtype": str(model.dtype).removeprefix("torch."),
     }
+    if parse_config(config) != model.config:
+        raise InputError(
+            "the model's config differs from that of its source, which config.json is made from:"
+            " change the source, and parse it"
+        )
     with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):
         with atomic_path(folder / WHOLE) as temporary:
             save_file(state, temporary, metadata={"format": "pt"})

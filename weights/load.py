@@ -1,9 +1,10 @@
 """Model folders: found by name or on the Hugging Face hub, loaded, and told apart by a fingerprint.
 
-The hub's library downloads into its cache, and obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and
-HF_ENDPOINT. A checkpoint's tensors are compared with its config before memory for them is
-allocated. Loading takes the memory of the weights and of one stored tensor. Knows nothing of
-options and decoding.
+From the top: names and the hub, configs and dtypes, loading, the fingerprint. The hub's library
+downloads into its cache, and obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT. A
+checkpoint's tensors are compared with its config before memory for them is allocated. Loading takes
+the memory of the weights and of one stored tensor. Knows nothing of decoding, and options only by
+their names, which its messages give.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def reason_of(error: Exception, revision: str | None) -> str:
     """Return the reason of a failed download, and its remedy, to follow the name of the model."""
     from huggingface_hub import errors  # takes long to import, which a failure alone pays
 
+    # In this order: the first kind counts, and a GatedRepoError is a RepositoryNotFoundError too.
     reasons = {
         errors.GatedRepoError: "is gated: ask for access on its page, and set HF_TOKEN",
         errors.RepositoryNotFoundError: "is no folder, and no model on the hub that you may see:"
@@ -177,7 +179,7 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     """Return the dtype of a name in DTYPES; "auto" is that of the checkpoint's embedding.
 
     Where the device is slow in that dtype, "auto" is another: float32 in place of float16 on a CPU,
-    and float16 in place of bfloat16 on an old GPU, or float32 for Gemma, whose activations exceed
+    and float16 in place of bfloat16 on an old GPU, or float32 for a family whose activations exceed
     float16's range. A line says so, also where the slow dtype was asked for.
     """
     dtype = DTYPES.get(name) or stored_dtype(folder)
@@ -185,7 +187,7 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):
         slow = torch.cuda.get_device_name(device)
-        faster = "float32" if read_config(folder).family.block == "gemma2" else "float16"
+        faster = "float16" if read_config(folder).family.fits_float16 else "float32"
     else:
         return dtype
     remedy = f"--dtype {faster} is faster" if name in DTYPES else f"the model runs in {faster}"

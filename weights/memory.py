@@ -1,7 +1,7 @@
 """Memory for decoding, by the config: weights, low-bit copies, KV cache, workspace.
 
 Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
-Knows nothing of options and checkpoints.
+Knows nothing of checkpoints, and options only by their names, which its messages give.
 """
 
 from collections.abc import Iterable
@@ -45,6 +45,22 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.low_bit_copies + self.cache + self.workspace + self.buffers
+
+    def line(self, free: int, optional_copies: int) -> str:
+        """Return a line of the parts, their total, and the ``free`` bytes to compare it with.
+
+        ``optional_copies`` stand behind the total, which does not count them.
+        """
+        sizes = {
+            "weights": self.weights,
+            "low-bit copies": self.low_bit_copies,
+            f"KV cache at {self.positions} tokens": self.cache,
+            "workspace": self.workspace + self.buffers,
+            "total": self.total,
+            "low-bit copies (at most, if they fit)": optional_copies,
+            "free": free,
+        }
+        return ", ".join(f"{part}: {decimal(size)}" for part, size in sizes.items() if size)
 
 
 def estimate(
@@ -144,16 +160,7 @@ def check_fits(memory: Memory, device: torch.device, optional_copies: int = 0) -
     ``optional_copies``: bytes of low-bit copies that are made only if they fit.
     """
     free = free_bytes(device)
-    parts = {
-        "weights": memory.weights,
-        "low-bit copies": memory.low_bit_copies,
-        f"KV cache at {memory.positions} tokens": memory.cache,
-        "workspace": memory.workspace + memory.buffers,
-        "total": memory.total,
-        "low-bit copies (at most, if they fit)": optional_copies,
-        "free": free,
-    }
-    line = ", ".join(f"{part}: {decimal(size)}" for part, size in parts.items() if size)
+    line = memory.line(free, optional_copies)
     if memory.total > free:
         raise InputError(
             f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a"

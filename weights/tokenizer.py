@@ -5,7 +5,6 @@ of the fields of files, which ``tokenizer_files`` reads, and of Jinja, which ``c
 renders.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -32,8 +31,13 @@ from weights.tokenizer_files import (
     tokenizer_file,
 )
 
-# a text whose tokens must be spelt as the file's own decoder spells them
+# a text whose tokens must be spelt as the file's own decoder spells them; no template holds it
 SAMPLE = "The quick brown fox isn't 12 years old.\n\n\tif (x != [3.5]):  naïve café — 日本語"
+
+
+def random_word() -> str:
+    """Return a word that no text contains, of characters without a meaning."""
+    return "".join(chr(secrets.choice(range(0xE000, 0xF900))) for _ in range(12))
 
 
 class Tokenizer:
@@ -62,9 +66,10 @@ class Tokenizer:
     ``names``         names of some control tokens by role, such as "bos_token"; "" for a role
                       without one
     ``any_name``      pattern of all their names; without names it matches nothing
-    ``placeholder``   a random word, which no text contains, as a token of its own. It stands for a
-                      control token while a text is encoded, and hides typed names of control tokens
-                      while a chat template is rendered
+    ``stand_in``      a random word, which the library has as a token of its own: it stands for a
+                      control token in the text of parts that are encoded together
+    ``hiding_mark``   another one, which hides the typed name of a control token while a chat
+                      template is rendered: it comes after each character of the name
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,6 +85,8 @@ class Tokenizer:
             self.chat_template = default_template(settings.get("chat_template"))
         if (folder / "chat_template.jinja").exists():
             self.chat_template = read_text(folder / "chat_template.jinja")
+        self.stand_in = random_word()
+        self.hiding_mark = random_word()
         # raised by the library
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
             self._read_tokens(path, listed)
@@ -98,37 +105,37 @@ class Tokenizer:
         """Read a tokenizer file, with the control tokens that tokenizer_config.json has ``listed``.
         Raises InputError for a decoder of another kind, and errors of any kind for a damaged file.
         """
+        # 1. The library, and in it the control tokens of both files.
         self.library, self.normalise = read_library(path)
         vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
+        # 2. From here on the library has them all among its added tokens.
         added = self.library.get_added_tokens_decoder()
         self.finder = tokenizers.Tokenizer(models.BPE())
         self.finder.add_tokens([*added.values(), *listed.values()])  # the last of a name counts
+        # 3. The spelling of pieces, as the file's decoder shows it, and so the bytes of each token.
         decoder = self.library.decoder or decoders.Fuse()
         self.is_byte_level = decoder.decode(["a", BYTE_LEVEL_SPACE]) == "a "
         space = BYTE_LEVEL_SPACE if self.is_byte_level else SPACE_MARK
         self.adds_space = decoder.decode([space + "a"]) == "a"
         self.pieces = pieces_of(vocabulary, added, self.special, self.is_byte_level)
+        # 4. These bytes must be the text that the decoder makes of the same tokens.
         sample = [each for each in self.library.encode(SAMPLE).ids if each not in added]
         if self.decode(sample) != self.library.decode(sample):
             raise InputError(
                 f"{path}: its decoder is none of the kinds that this project reads, ByteLevel and"
                 " Sentencepiece: use a model with one"
             )
-        # Characters without a meaning. The model does not have this token: its vocabulary was read.
-        self.placeholder = "".join(chr(secrets.choice(range(0xE000, 0xF900))) for _ in range(12))
-        self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
+        # 5. A token that the model does not have: last, so that no vocabulary above holds it.
+        self.library.add_tokens([AddedToken(self.stand_in, normalized=False)])
 
     def _check_end_of_turn(self, folder: Path) -> None:
         """Print a line where the chat template ends answers with a token that ends no text."""
-        turns = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": self.placeholder},
-        ]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAMPLE}]
         text = ""
         with suppress(InputError):
             text = render(self.chat_template, turns, self.names, {}, add_generation_prompt=False)
-        _, _, rest = text.partition(self.placeholder)
+        _, _, rest = text.partition(SAMPLE)
         end = next((part for part in self._split(rest) if isinstance(part, int)), None)
         if end is not None and end not in self.eos_ids:
             say(
@@ -158,16 +165,20 @@ class Tokenizer:
         """
         control = (part for part in parts if isinstance(part, int))
         text = "".join(
-            self.placeholder if isinstance(part, int) else self.normalise(part) for part in parts
+            self.stand_in if isinstance(part, int) else self.normalise(part) for part in parts
         )
         ids = self.library.encode(text, add_special_tokens=begin).ids
-        placeholder = self.library.token_to_id(self.placeholder)
-        return [next(control) if number == placeholder else number for number in ids]
+        stand_in = self.library.token_to_id(self.stand_in)
+        return [next(control) if number == stand_in else number for number in ids]
 
     def _split(self, text: str) -> list[int | str]:
         """Return the parts of a text: the ids of control tokens that it names, and texts between.
 
         A name is found in the text as typed, before any normalisation, and not where it is hidden.
+        With a control token "<s>" of id 1, and "~" for the hiding mark:
+
+            "<s>Say <s>"     ->  ["", 1, "Say ", 1, ""]
+            "<s>Say <~s~>~"  ->  ["", 1, "Say <~s~>~"]
         """
         tokens = self.finder.get_added_tokens_decoder()
         found = self.finder.encode(text)
@@ -175,7 +186,7 @@ class Tokenizer:
         rest = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
             name = tokens[number].content
-            is_hidden = text.startswith(self.placeholder, end)  # a name of one character
+            is_hidden = text.startswith(self.hiding_mark, end)  # a name of one character
             if name in self.special and not is_hidden:
                 parts += text[rest:begin], self.special[name]
                 rest = end
@@ -196,21 +207,31 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: it continues plain text only")
-        hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
-        given = json.loads(self._hide_names(json.dumps(dict(variables), ensure_ascii=False)))
+        hidden = [each | {"content": self._hidden(each["content"])} for each in messages]
+        given = {name: self._hidden(value) for name, value in variables.items()}
         rendered = render(self.chat_template, hidden, self.names, given)
+        parts = self._split(rendered + self._hidden(answer))
         return self.encode_parts(
             *(
-                part if isinstance(part, int) else part.replace(self.placeholder, "")
-                for part in self._split(rendered + self._hide_names(answer))
+                each if isinstance(each, int) else each.replace(self.hiding_mark, "")
+                for each in parts
             )
         )
 
-    def _hide_names(self, text: str) -> str:
-        """Return the text with a placeholder after each character of a name of a control token."""
-        return self.any_name.sub(
-            lambda found: "".join(character + self.placeholder for character in found[0]), text
-        )
+    def _hidden(self, value: Any) -> Any:
+        """Return a text, or a JSON value with texts in it, whose names of control tokens are
+        hidden: "<s>" is "<~s~>~", with "~" for the hiding mark.
+        """
+        match value:
+            case str():
+                return self.any_name.sub(
+                    lambda name: "".join(each + self.hiding_mark for each in name[0]), value
+                )
+            case Mapping():
+                return {self._hidden(key): self._hidden(each) for key, each in value.items()}
+            case list() | tuple():
+                return [self._hidden(each) for each in value]
+        return value
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to the text: none for an id outside the vocabulary."""

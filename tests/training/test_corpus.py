@@ -35,16 +35,19 @@ def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_file_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
-    """Responses that begin alike are written once."""
-    path, stories = tmp_path / "texts.jsonl", {}
-    corpus.add(stories, TEXTS[:2], path)
+def test_of_stories_that_begin_alike_the_first_is_kept() -> None:
+    stories = {}
+    corpus.add(stories, TEXTS[:2])
     same = "x" * corpus.DISTINCT_CHARACTERS
     first, alike, other = (
         {"prompt": "", "response": text} for text in (same + "a", same + "b", same[1:])
     )
-    corpus.add(stories, [*TEXTS, first, alike, other], path)
-    assert read(path) == [*TEXTS, first, other]
+    corpus.add(stories, [*TEXTS, first, alike, other])
+    assert [*stories.values()] == [*TEXTS, first, other]
+
+
+def test_every_form_of_a_request_and_of_an_opening_can_be_filled() -> None:
+    assert all(form.format(**TEMPLATES) for form in TEMPLATES["form"] + TEMPLATES["opening"])
 
 
 # The command.
@@ -108,6 +111,7 @@ def test_a_model_in_a_loop_is_given_up(
         (b'{"prompt": "", "response": 3}\n', [], "is not a file of this command"),
         (b'{"prompt": "", "response": ""}\n{"pro', [], "line 2 is not valid JSON"),
         (b"\xff\n", [], "cannot be read as UTF-8"),
+        (b"Dear diary\n", ["--model", "nowhere"], "line 1 is not valid JSON"),
         (b"", ["--tokens", 0], "must be at least 1"),
         (b"", ["--temperature", "nan"], "temperature must be at least 0"),
         (b"", ["--out", "/dev/full"], "/dev/full"),

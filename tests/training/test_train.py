@@ -5,6 +5,7 @@ reproducible and resumable.
 import filecmp
 import json
 import math
+import shutil
 from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,21 @@ def test_layer_dropout_grows_over_depth_and_from_scratch_over_time() -> None:
         assert dropout_rates(4, 0.5, grown) == pytest.approx([0.5 * rate for rate in by_hand])
 
 
-def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
-    # L = 4, e_scale = 1/2: below the last 0, 1/2, 3/2; the last 3 + 1/2·(0+1+2) = 9/2; together
-    # 13/2
-    on = np.ones(3, dtype=bool)
-    assert exit_weights(on, scale=0.5) == pytest.approx([0, 1 / 13, 3 / 13, 9 / 13])
+# L = 4, e_scale = 1/2: below the last half of the sums 0, 1, 3; at the last 3 + 1/2·(0+1+2) = 9/2.
+# By a power of 1/2 the sums are √s·√3, by 0 they are all 3.
+@pytest.mark.parametrize(
+    ("power", "by_hand"),
+    [
+        (1.0, [0, 0.5, 1.5, 4.5]),
+        (0.5, [0, 0.86602540378, 1.5, 4.5]),
+        (0.0, [1.5, 1.5, 1.5, 4.5]),
+    ],
+)
+def test_exit_weights_are_the_papers_sums_flattened_by_a_power_and_made_to_sum_to_one(
+    power: float, by_hand: list[float]
+) -> None:
+    found = exit_weights(np.ones(3, dtype=bool), 0.5, power)
+    assert found == pytest.approx([each / sum(by_hand) for each in by_hand])
 
 
 # rotational: every third exit, shifted by one each step; gradual: layer l of L = 8 is on from step
@@ -283,6 +294,10 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     capsys.readouterr()
     assert train.main(command) == 0, "there is nothing left to do"
     assert capsys.readouterr().err.endswith(f"[all 40 steps are done: the model is in {out}]\n")
+    state = state_of(out)
+    for damaged in {}, {**state, "parts": []}:
+        torch.save(damaged, out / STATE)
+        assert f"{STATE} is damaged: " in refusal_of(command, capsys)
 
 
 def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
@@ -312,32 +327,37 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
 def test_a_run_is_not_continued_with_other_options_or_another_text(
     data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But from another folder, on the same text in another file, and saved at other steps."""
-    run, moved = tmp_path / "run", tmp_path / "moved"
+    """But from another folder, on the same text and config in other files, and saved at other
+    steps.
+    """
+    run, moved, other = tmp_path / "run", tmp_path / "moved", tmp_path / "other.json"
     assert train.main(arguments(data, run, steps=1)) == 0
     said = refusal_of(arguments(data, run, steps=1, learning_rate=0.5), capsys)
     assert "holds a run with learning_rate 0.002: give the same, or another --out" in said
     run.rename(moved)
     data = data.rename(tmp_path / "renamed.jsonl")
-    assert train.main(arguments(data, moved, steps=1, save_every=7)) == 0
+    other.write_text(json.dumps(CONFIG), encoding="utf-8")
+    assert train.main(arguments(data, moved, steps=1, save_every=7, config=other)) == 0
+    other.write_text(json.dumps(CONFIG | {"rms_norm_eps": 0.1}), encoding="utf-8")
+    changed = arguments(data, moved, steps=1, config=other)
+    assert "holds a run with config of checksum " in refusal_of(changed, capsys)
     monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
     command = arguments(data, moved, steps=1)
     assert "holds a run with new None: give" in refusal_of(command, capsys)
     data.write_text(data.read_text().replace("old", "new"), encoding="utf-8")
     assert "holds a run with text of checksum " in refusal_of(command, capsys)
-    (moved / STATE).write_bytes(b"nonsense")
-    assert "is damaged" in refusal_of(command, capsys)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is looked for once."""
+    """The checkpoint is looked for once. A run interrupted in its first save begins again."""
     found = recorded(monkeypatch, runs, "model_folder", str)
     start, out = write_folder(tmp_path / "start", GEMMA2 | SHAPE, eos_ids=(263,)), tmp_path / "run"
     changed = {"config": None, "start_from": start, "learning_rate": 1e-9, "steps": 2}
-    assert train.main(arguments(data, out, **changed)) == 0
-    assert found == [str(start)]
+    interrupted(monkeypatch, shutil, "copyfile", 1)
+    statuses = [train.main(arguments(data, out, **changed)) for _ in range(2)]
+    assert statuses == [130, 0] and found == [str(start)] * 2
     before, after = (load_model(each, torch.float32).state_dict() for each in (start, out))
     torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
     assert filecmp.cmp(out / "tokenizer.json", start / "tokenizer.json", shallow=False)

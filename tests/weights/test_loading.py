@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -450,12 +451,16 @@ def test_every_config_survives_saving_and_loading(family, data, tmp_path_factory
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, monkeypatch):
-    save_model(random_model(raw_config("llama", False)), tmp_path)
+    """So does one that would lose a config, changed without its source."""
+    model = random_model(raw_config("llama", False))
+    save_model(model, tmp_path)
+    model.config = replace(model.config, norm_eps=0.5)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     full = OSError(28, "No space left on device")
     monkeypatch.setattr("weights.checkpoint.write_json", Mock(side_effect=full))
     said = refusal(save_model, random_model(raw_config("gemma2", True)), tmp_path)
     assert "cannot be written: No space left on device" in said
+    assert "config differs from that of its source" in refusal(save_model, model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

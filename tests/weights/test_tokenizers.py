@@ -481,6 +481,8 @@ def test_a_template_that_fails_is_one_line(changed, template, message):
             {"tone": [{"kind": "<|eot_id|>"}]},
             "<|eot_id|>a",
         ),
+        # one that is spelt with characters of JSON, too
+        ("{{ tone[0] }}{{ messages[0].content }}", None, {"tone": ['["', 1]}, '["a'),
         # marks of answers for training, and blanks around them; a name set within ends there
         (
             "{% set x = 'b' %}{{ messages[0].role }}\n{%- generation %}{% set x = 'c' %}"
@@ -492,14 +494,22 @@ def test_a_template_that_fails_is_one_line(changed, template, message):
         (SEVERAL, None, {}, "a!"),
         (SEVERAL, "{{ messages[0].content }}?", {}, "a?"),
     ],
-    ids=["variable", "marks", "the default of several", "the file beside the settings"],
+    ids=[
+        "variable",
+        "characters of JSON",
+        "marks",
+        "the default of several",
+        "the file beside the settings",
+    ],
 )
 def test_a_template_is_rendered_as_its_authors_expect(
     changed, template, file, variables, expected, tmp_path
 ):
     if file:
         (tmp_path / "chat_template.jinja").write_text(file)
-    tokenizer = changed(chat_template=template)
+    tokenizer = changed(
+        chat_template=template, added_tokens_decoder={"900": {"content": '["', "special": True}}
+    )
     ids = tokenizer.encode_chat([USER], variables=variables)
     assert tokenizer.decode(ids) == expected
 

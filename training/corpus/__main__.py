@@ -18,7 +18,7 @@ from pathlib import Path
 
 from app.common.command_line import say
 from app.common.device import keep_freed_memory
-from app.common.files import read_json_lines, write_text
+from app.common.files import check_place, read_json_lines, write_text
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.options import Options
 from app.session import Session
@@ -31,13 +31,10 @@ FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends
 DISTINCT_CHARACTERS = 200
 
 
-def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path: Path) -> None:
-    """Add the stories of ``more`` whose "response" begins like none before, and write the file
-    atomically.
-    """
+def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]]) -> None:
+    """Add the stories of ``more`` whose "response" begins like none before."""
     for story in more:
         stories.setdefault(story["response"][:DISTINCT_CHARACTERS], story)
-    write_text(path, "".join(json.dumps(story) + "\n" for story in stories.values()))
 
 
 def write_stories(session: Session, rows: int, rng: random.Random) -> Iterator[dict[str, str]]:
@@ -103,12 +100,20 @@ OPTIONS: Groups = {
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check the options, load the model, and add batches of stories until the file has
-    ``options.tokens`` tokens.
+    """Read the file, load the model, and add batches of stories until the file has
+    ``options.tokens`` tokens. It is written atomically after each.
 
     A batch depends on the seed and on the contents of the file only, so that a run that was killed
     continues to the same file. Raises InputError when the model writes nothing new any more.
     """
+    if options.out.exists():
+        check_place(options.out)
+    stories: dict[str, dict[str, str]] = {}
+    written = read_json_lines(options.out) if options.out.is_file() else ()
+    with explaining(
+        f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
+    ):
+        add(stories, [row for _, row in written])
     session = Session(
         Options(
             model=options.model,
@@ -120,13 +125,7 @@ def run(options: argparse.Namespace) -> None:
             max_new_tokens=options.max_new_tokens,
         )
     )
-    stories: dict[str, dict[str, str]] = {}
     fruitless = 0
-    written = read_json_lines(options.out) if options.out.is_file() else ()
-    with explaining(
-        f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
-    ):
-        add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
     while True:
         responses = [story["response"] for story in stories.values()]
@@ -142,7 +141,8 @@ def run(options: argparse.Namespace) -> None:
         before = len(stories)
         rows = min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
         rng = random.Random(f"{options.seed} {before} {fruitless}")
-        add(stories, write_stories(session, rows, rng), options.out)
+        add(stories, write_stories(session, rows, rng))
+        write_text(options.out, "".join(json.dumps(each) + "\n" for each in stories.values()))
         fruitless = 0 if len(stories) > before else fruitless + rows
 
 

@@ -28,7 +28,9 @@ def story_request(rng: random.Random) -> tuple[str, str, list[str]]:
     """
     form = rng.choice(TEMPLATES["form"])
     blanks = {
-        name: rng.choice(TEMPLATES[name]) for name in ("who", "where", "thing", "lesson", "feeling")
+        name: rng.choice(phrases)
+        for name, phrases in TEMPLATES.items()
+        if name not in ("form", "opening")
     }
     subjects = [phrase.split()[-1] for name, phrase in blanks.items() if "{" + name + "}" in form]
     return form.format(**blanks), rng.choice(TEMPLATES["opening"]).format(**blanks), subjects
