@@ -18,17 +18,21 @@ NAMED = {"specdec": "__init__", "generate": "__main__"}
 
 def as_installed(source: str, names: Iterable[str]) -> str:
     """Return the source of a module as it is installed: it imports the top-level ``names`` from the
-    package, and its texts show commands as they are there.
+    package, and its texts show imports and commands as they are there.
+
+    Modules here write ``from model.plan import LayerPlan``. They never write ``import model.plan``:
+    it binds ``model``, so it could not be rewritten alone. ``tests/scripts/test_layout.py`` checks
+    that.
     """
     ours = "|".join(names)
     changes = {
-        # imports; the second is of a module that has another name there
+        # imports, at the beginning of a line; the second is of a module with another name there
         rf"^( *)from (?=({ours})\b[\w.]* import )": rf"\1from {PACKAGE}.",
-        rf"\bfrom {PACKAGE}\.generate import ": f"from {PACKAGE}.__main__ import ",
-        # commands
+        rf"^( *)from {PACKAGE}\.generate import ": rf"\1from {PACKAGE}.__main__ import ",
+        # commands, but no files of these names in other folders
         rf"\bpython -m (?=({ours})\b)": f"python -m {PACKAGE}.",
-        r"(python )?\btrain\.py\b": f"python -m {PACKAGE}.train",
-        r"(python )?\bgenerate\.py\b": PACKAGE,
+        r"(python )?(?<![\w./-])train\.py\b": f"python -m {PACKAGE}.train",
+        r"(python )?(?<![\w./-])generate\.py\b": PACKAGE,
     }
     for pattern, change in changes.items():
         source = re.sub(pattern, change, source, flags=re.MULTILINE)

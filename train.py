@@ -51,43 +51,46 @@ def train(options: argparse.Namespace) -> None:
     parts = (model, *optimisers)
     state = load_run(options, parts, rows)
     began = monotonic()
-    next_save = FIRST_SAVE
+    next_save = FIRST_SAVE  # seconds since then, as the next one
     next_note = 0.0
-    for done in range(state["step"] + 1, options.steps + 1):
-        loss = backward(model, rows, options, done - 1)
+    for step in range(state["step"], options.steps):
+        done = step + 1
+        loss = backward(model, rows, options, step)
         norm = clip_grad_norm_(model.parameters(), max_norm=1.0).item()
         if not math.isfinite(loss + norm):
             raise InputError(
                 f"the loss or its gradient is non-finite in step {done}: the last saved"
                 " state is kept; start again with a lower --learning-rate and another --out"
             )
-        share = learning_rate(done - 1, options.steps, options.warm_up)
+        rate = learning_rate(step, options.steps, options.warm_up)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = optimiser.defaults["lr"] * share
+                group["lr"] = optimiser.defaults["lr"] * rate
             optimiser.step()
             optimiser.zero_grad()
         state["step"] = done
-        state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
-        is_judged = done == options.steps or done % options.save_every == 0
-        if is_judged:
+        state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": rate})
+        is_milestone = done == options.steps or done % options.save_every == 0
+        if is_milestone:
             judgement = evaluate(model, held_out, options.autocast)
             state["records"].append({"step": done, **judgement})
             say(f"agreement of each exit with the last layer: {judgement['agreement']}")
         seconds = monotonic() - began
-        if is_judged or seconds > next_save:
-            next_save = 2 * seconds
+        if is_milestone or seconds > next_save:
             save_run(options.out, parts, state, tokenizer_from)
-        if is_judged or seconds > next_note:
-            next_note = seconds + BETWEEN_NOTES
+            next_save = 2 * seconds
+        if is_milestone or seconds > next_note:
             say(f"step {done} of {options.steps}: loss {loss:.3f}")
+            next_note = seconds + BETWEEN_NOTES
     say(f"all {options.steps} steps are done: the model is in {options.out}")
 
 
 def learning_rate(step: int, steps: int, warm_up: int) -> float:
-    """Return the share of the peak rate: a linear warm-up to 1, then a cosine down to a tenth."""
-    done = max(0, step - warm_up) / max(1, steps - warm_up)
-    cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+    """Return the rate of a step as a share of its peak: a line up to 1 in the steps of ``warm_up``,
+    then a cosine down to ``LAST_RATE`` at the end of all ``steps``.
+    """
+    share_of_fall = max(0, step - warm_up) / max(1, steps - warm_up)
+    cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * share_of_fall))
     return cosine * min(1.0, (step + 1) / max(1, warm_up))
 
 
@@ -127,9 +130,9 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
         kept = torch.rand(len(rates), options.batch, generator=generator) >= rates
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
             loss = recipe_loss(model, tokens, kept.to(model.device), weights, options.exit_teaching)
-        share = loss / options.accumulate
-        share.backward()
-        mean += share.detach()
+        part_of_mean = loss / options.accumulate
+        part_of_mean.backward()
+        mean += part_of_mean.detach()
     return mean.item()
 
 

@@ -44,6 +44,16 @@ OPTIONS: Groups = {
 
 
 @torch.inference_mode()
+def guesses(model: Decoder, ids: list[int], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest token after each of the last ``TOKENS``, and its probability, by the
+    head that reads the output of each of the ``layers``: both [layers, TOKENS].
+    """
+    states = [*layer_outputs(model, torch.tensor([ids]))]
+    logits = [model.logits(states[layer - 1])[0, -TOKENS:] for layer in layers]
+    probs, tokens = torch.stack(logits).softmax(-1).max(-1)
+    return tokens, probs
+
+
 def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
     """Return a table of colours: columns are the last tokens of the text, rows are layers. Raises
     InputError for a text of too few tokens.
@@ -51,18 +61,15 @@ def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
     ids = tokenizer.encode(text)
     if len(ids) < TOKENS:
         raise InputError(f"the text has {len(ids)} tokens, and needs {TOKENS}")
-    label = Labels(tokenizer.token_bytes, tokenizer.special)
     layers = [layer for layer in SHOWN if layer < model.num_layers] + [model.num_layers]
-    states = [*layer_outputs(model, torch.tensor([ids]))]
-    logits = [model.logits(states[layer - 1])[0, -TOKENS:] for layer in layers]
-    probs, tokens = torch.stack(logits).softmax(-1).max(-1)  # [layers, TOKENS]
-    found = zip(tokens.tolist(), probs.tolist(), strict=True)
+    tokens, probs = guesses(model, ids, layers)
+    label = Labels(tokenizer.token_bytes, tokenizer.special)
     figure = Figure(figsize=(7.5, 0.4 * len(layers) + 1.1))
     axes = figure.subplots(subplot_kw={"frame_on": False, "xticks": [], "yticks": []})
     shown = axes.table(
         [
-            [f"{label(guess).strip()}  {prob:.2f}" for guess, prob in zip(*row, strict=True)]
-            for row in found
+            [f"{label(token).strip()}  {prob:.2f}" for token, prob in zip(*row, strict=True)]
+            for row in zip(tokens.tolist(), probs.tolist(), strict=True)
         ],
         [[GREEN if equal else RULE for equal in row] for row in tokens == tokens[-1]],
         rowLabels=[f"layer {layer}" for layer in layers],

@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import sys
+from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,8 @@ MARGIN = 24
 WIDTH = 800
 PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
+# Text, verdict, place (``COLUMNS`` to a line), and seconds of the run when it appears and is judged
+Shown = tuple[str, str, int, float, float]
 STYLE = """
 svg { --card: #fff; --ink: #22242a; --muted: #656a75; --drafted: #a86200; --accepted: #15803d;
   --own: #1f4fc4 }
@@ -47,17 +50,19 @@ g text { animation: var(--period) step-end infinite }
 def picture(samples: list[Sample], labels: Labels) -> str:
     """Return the picture of a plain text and a drafted one."""
     plain, drafted = samples
+    step = plain.seconds / len(plain.rounds)
     period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
     lanes = ""
     top = 62
     for name, label, sample in (("plain", "", plain), ("drafts", "drafts: ", drafted)):
         said = escape(f"{label}{sample.draft}, {sample.speed:.0f} tokens/s")
-        pieces, lines = drawn(sample, labels, plain.seconds / len(plain.rounds), period)
+        shown = [*timetable(sample, labels, step)]
         lanes += (
             f'<g class="{name}" transform="translate({MARGIN} {top})">'
-            f'<text class="muted">{said}</text>{pieces}</g>'
+            f'<text class="muted">{said}</text>{drawn(shown, period)}</g>'
         )
-        top += LINE * (1 + lines) + 14
+        last_line = max(place for _, _, place, *_ in shown) // COLUMNS
+        top += LINE * (2 + last_line) + 14
     title = escape(f"{MODEL}: {PROMPT} {drafted.speed / plain.speed:.2f} times plain decoding")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{top}"'
@@ -67,32 +72,42 @@ def picture(samples: list[Sample], labels: Labels) -> str:
     )
 
 
-def drawn(sample: Sample, labels: Labels, step: float, period: float) -> tuple[str, int]:
-    """Return the pieces of a text, and the number of its lines.
+def timetable(sample: Sample, labels: Labels, step: float) -> Iterator[Shown]:
+    """Yield the tokens of a text's rounds as they are shown.
 
-    Drafted tokens appear one by one where they would stand, before the ``step`` of the
-    verification, and are judged at the end of their round. ``step`` and ``period`` are in seconds.
+    Drafted tokens appear one by one where they would stand, before the verification, which takes
+    ``step`` seconds. They are judged at the end of their round, when the target's own token
+    appears.
     """
-    pieces = ""
-    kept = 0  # the place after the text: a number of characters, of which a line has ``COLUMNS``
+    text_end = 0  # the place after the tokens that stay
     for (_, began), (round, ended) in pairwise([(None, 0.0), *sample.timeline]):
         drafting = max(ended - began - step, 0.2 * (ended - began))
-        judged = (PAUSE + SLOWER * ended) / period
-        after = kept
+        draft_end = text_end
         for number, (token, verdict) in enumerate(round.verdicts(), start=1):
+            is_own = verdict == "own"
             text = visible(labels.spelled([token]).decode(errors="replace"))
-            place = kept if verdict == "own" else after
-            rest = COLUMNS - place % COLUMNS
-            place += rest if len(text) > rest else 0  # the next line
-            after = place + len(text)
-            if verdict != "own":
-                drafted = began + drafting * number / len(round.drafted)
-                appears = (PAUSE + SLOWER * drafted) / period
-                pieces += piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
+            place = text_end if is_own else draft_end
+            if place % COLUMNS + len(text) > COLUMNS:
+                place += COLUMNS - place % COLUMNS  # the next line
+            draft_end = place + len(text)
             if verdict in ("accepted", "own"):
-                pieces += piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
-                kept = after
-    return pieces, 1 + kept // COLUMNS
+                text_end = draft_end
+            appears = ended if is_own else began + drafting * number / len(round.drafted)
+            yield text, verdict, place, appears, ended
+
+
+def drawn(shown: list[Shown], period: float) -> str:
+    """Return the pieces of a text: a token is drawn as drafted, as what stays of it, or as both,
+    one after the other. ``period`` is in seconds.
+    """
+    pieces = ""
+    for text, verdict, place, *seconds in shown:
+        appears, judged = ((PAUSE + SLOWER * each) / period for each in seconds)
+        if verdict != "own":
+            pieces += piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
+        if verdict in ("accepted", "own"):
+            pieces += piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
+    return pieces
 
 
 def piece(text: str, kind: str, place: int, opacities: dict[float, int]) -> str:
@@ -100,7 +115,8 @@ def piece(text: str, kind: str, place: int, opacities: dict[float, int]) -> str:
     on.
     """
     line, column = divmod(place, COLUMNS)
-    name = "-".join(["at", *(f"{100_000 * share:.0f}" for share in opacities)])
+    # Pieces with the same name share an animation, so it names all of it.
+    name = "at" + "".join(f"-{100_000 * share:.0f}-{value}" for share, value in opacities.items())
     frames = (f"{share:.2%}{{opacity:{value}}}" for share, value in opacities.items())
     return (
         f"<style>@keyframes {name}{{{''.join(frames)}}}</style>"

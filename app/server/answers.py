@@ -38,26 +38,18 @@ def replies(
         "created": int(time.time()),
         "model": session.name,
     }
-    role = {"role": "assistant"}
     stream = TextStream(sample.source)
-    logprobs = None
-    if body.likeliest is not None:
-        logprobs = Logprobs(sample.source, session.labels, body.likeliest)
-
-    def reply(text: str, **more: Any) -> dict[str, Any]:
-        """Return a reply with this part of the text and the log probabilities of its tokens."""
-        key = "delta" if body.stream else "message"
-        shown = {key: {**role, "content": text}} if body.is_chat else {"text": text}
-        role.clear()  # the first reply alone has it
-        told = logprobs and logprobs.pull(stream.shown, body.is_chat)
-        choice = {"index": 0, **shown, "logprobs": told, "finish_reason": None, **more}
-        return {**head, "choices": [choice]}
-
+    logprobs = (
+        None if body.likeliest is None else Logprobs(sample.source, session.labels, body.likeliest)
+    )
+    is_first = True
     for round in rounds(logprobs and logprobs.see):
         piece = stream.pull()
         if body.stream and (piece or body.trace):
+            told = logprobs and logprobs.pull(stream.shown, body.is_chat)
             trace = {"trace": trace_of(round, sample, session.labels)} if body.trace else {}
-            yield reply(piece, **trace)
+            yield {**head, "choices": [choice(body, piece, is_first, told, **trace)]}
+            is_first = False
     finish = "length" if sample.finish == "length" else "stop"
     usage = {
         "prompt_tokens": sample.prompt_tokens,
@@ -65,12 +57,32 @@ def replies(
         "total_tokens": len(sample.source),
         "speculation": as_json(sample),
     }
-    if body.stream:
-        yield reply("", finish_reason=finish)
-        if body.stream_options.get("include_usage"):
-            yield {**head, "choices": [], "usage": usage}
-    else:
-        yield {**reply(sample.text, finish_reason=finish), "usage": usage}
+    rest = "" if body.stream else sample.text
+    told = logprobs and logprobs.pull(stream.shown, body.is_chat)
+    last = {**head, "choices": [choice(body, rest, is_first, told, finish_reason=finish)]}
+    if not body.stream:
+        yield {**last, "usage": usage}
+        return
+    yield last
+    if body.stream_options.get("include_usage"):
+        yield {**head, "choices": [], "usage": usage}
+
+
+def choice(
+    body: CompletionBody | ChatBody,
+    text: str,
+    is_first: bool,
+    logprobs: dict[str, Any] | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the one choice of a reply: a part of the text, the log probabilities of its tokens,
+    and ``more``. In a chat the first reply names the role.
+    """
+    shown: dict[str, Any] = {"text": text}
+    if body.is_chat:
+        role = {"role": "assistant"} if is_first else {}
+        shown = {"delta" if body.stream else "message": {**role, "content": text}}
+    return {"index": 0, **shown, "logprobs": logprobs, "finish_reason": None, **more}
 
 
 def trace_of(round: Round, sample: Sample, labels: Labels) -> dict[str, Any]:

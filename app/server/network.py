@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import threading
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.common.command_line import say
-from app.drafts import KINDS
 from app.options import SHORT_TEXT
-from app.server.requests import ChatBody, CompletionBody, complaint, sample_of
+from app.server.requests import ChatBody, CompletionBody, complaint, kinds_at_hand, sample_of
 from app.server.worker import POLL, Job, Worker
 from app.session import Session
-from model.errors import InputError, explaining, typed_line
+from model.errors import InputError, explaining
 
 PAGE = Path(__file__).with_name("live.html")
 MAX_BODY = 1 << 20  # bytes
@@ -50,14 +50,16 @@ LOG = {  # a line on standard error for each request
 def refusal(error: Exception) -> JSONResponse:
     """Return the response to an error, as in OpenAI's API: ``param`` is the field at fault.
 
-    A failure of the server, or of a user's code, is printed; the client is told no details.
+    A failure of the server, or of a user's code, is printed with its traceback; the client is told
+    no details.
     """
     param = None
     if isinstance(error, InputError | ValidationError) and not error.__cause__:
         message, param = complaint(error)
         error = HTTPException(400, message)
     elif not isinstance(error, HTTPException):
-        say(f"a request could not be answered: {typed_line(error)}")
+        say("a request could not be answered:")
+        traceback.print_exception(error)
         error = HTTPException(500, "the request could not be answered")
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     told = {"message": error.detail, "type": kind, "param": param, "code": None}
@@ -97,8 +99,7 @@ async def respond(
 async def events(job: Job, reply: Any) -> AsyncIterator[str]:
     """Yield the data of a stream's events: this ``reply`` of a job, then those that follow."""
     while reply is not None:
-        failed = isinstance(reply, Exception)
-        yield refusal(reply).body.decode() if failed else json.dumps(reply)
+        yield refusal(reply).body.decode() if isinstance(reply, Exception) else json.dumps(reply)
         reply = await job.replies.get()
     yield "[DONE]"
 
@@ -113,14 +114,10 @@ def model_named(session: Session, name: str) -> dict[str, Any]:
 def live_page(session: Session, request: Request) -> Response:
     """Return the live page, with the facts of its model as a JSON value in its script."""
     options = session.options
-    # What a kind needs, a request cannot name.
-    at_hand = {None, "plan"} if (session.folder / "plan.json").exists() else {None}
     facts = {
         "model": session.name,
         "chats": session.tokenizer.chat_template is not None and options.chat is not False,
-        "drafts": [
-            name for name, kind in KINDS.items() if kind.needs in at_hand or name == options.draft
-        ],
+        "drafts": kinds_at_hand(session),
         "draft": options.draft,
         "temperature": options.temperature,
         "max_tokens": min(options.max_new_tokens, SHORT_TEXT),

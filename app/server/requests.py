@@ -1,11 +1,17 @@
 """Requests: the part of OpenAI's API that is served, as models of JSON that become options.
 
-An option of the command line has one row here: its name in ``OPTIONS``, or a field of a body where
-a request spells it otherwise or may give less. Knows nothing of sockets and of how a text is
-written.
+What becomes of a field of a request:
+
+* null, or its value in ``NEUTRAL``: it asks for nothing, and is left out;
+* one of ``UNUSED``, or unknown and empty: the same;
+* a field of a body: it is checked, and is an option of the text if ``Options`` has its name;
+* any other: it is refused, since it may ask for something.
+
+Knows nothing of sockets and of how a text is written.
 """
 
 import re
+from abc import abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,7 +25,6 @@ from pydantic import (
     Json,
     StringConstraints,
     ValidationError,
-    create_model,
     model_validator,
 )
 
@@ -30,13 +35,13 @@ from app.sample import Sample
 from app.session import Session
 from model.errors import InputError, one_line
 
-# Unknown fields that have no effect here, and the values by which a field asks for nothing. Any
-# other unknown field is refused unless it is null or empty. False is not enough: the default of a
-# field that another server knows may be true.
+# Fields that have no effect here, whatever their values
 UNUSED = {
     *("cache_control", "metadata", "name", "parallel_tool_calls", "prompt_cache_key"),
     *("safety_identifier", "service_tier", "store", "user"),
 }
+# Values by which a field asks for nothing. False is none of them unless a row says so: the default
+# of a field that another server knows may be true.
 NEUTRAL = {
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output"), (False,)),
@@ -47,16 +52,10 @@ NEUTRAL = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
 }
-# Options that a request gives as the command line does: ``Options`` checks them. None of them
-# names a file, a folder or a class. ``bits``, ``window`` and ``plan`` are the server's own, since
-# each value may need more copies of the weights or a step of its own. The copies of a ``draft`` are
-# made once, and ``LoadedModel.prepare`` checks that they fit.
-OPTIONS = (
-    *("temperature", "top_p", "min_p", "seed", "coupling"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("exit_layer", "adaptive", "min_target_confidence"),
-)
 OF_A_CALL = {each.name for each in fields(Options)} - {*OF_THE_MODEL, *OF_THE_COMMAND}
+# An option in the errors of the command line: --exit-layer, --no-chat, or top-p as the first word
+DASHED = "|".join(each.name.replace("_", "-") for each in fields(Options))
+FLAG = re.compile(rf"(?:--|^)((?:no-)?(?:{DASHED}))(?![\w-])")
 # Lengths are in characters. Stop strings are searched for after each token. Thousands of Lark rules
 # that each name the next overflow the stack of llguidance, which ends the process.
 Strings = Annotated[
@@ -81,17 +80,27 @@ class Body(BaseModel):
         """Return the body without the fields that ask for nothing."""
         if not isinstance(body, dict):
             return body
+        known = {  # as requests spell them
+            spelling
+            for name, field in cls.model_fields.items()
+            for spelling in getattr(field.validation_alias, "choices", [name])
+        }
         return {
             name: value
             for name, value in body.items()
-            if not is_neutral(name, value, name in cls.model_fields)
+            if not is_neutral(name, value, name in known)
         }
 
 
 def is_neutral(name: str, value: Any, is_known: bool) -> bool:
     """Return whether a field asks for nothing."""
-    is_unused = not is_known and (name in UNUSED or value in ("", [], {}))
-    return is_unused or value is None or value in NEUTRAL.get(name, ())
+    return (
+        value is None
+        or name in UNUSED
+        or (value in ("", [], {}) and not is_known)
+        # Types are compared too, since True equals 1.
+        or (type(value), value) in [(type(each), each) for each in NEUTRAL.get(name, ())]
+    )
 
 
 class TextPart(Body):
@@ -161,17 +170,29 @@ def only_prompt(prompt: Any) -> str | list[int]:
     raise ValueError("give one text that is not empty, or one list of token ids")
 
 
-PlainOptions = create_model("PlainOptions", __base__=Body, **dict.fromkeys(OPTIONS, (Any, None)))
-
-
-class TextBody(PlainOptions):
+class TextBody(Body):
     """Fields of every request for a text.
 
-    A ``draft`` is never a file of code. With ``trace`` a stream tells the verdicts of each round.
-    Every subclass has ``likeliest``: in the place of each token, log probabilities of this many
-    tokens are told beside its own. None: no log probabilities are told.
+    Fields of type ``Any`` are options that a request gives as the command line does: ``Options``
+    checks them. No field names a file, a folder or a class, so a ``draft`` is never a file of code.
+    ``bits``, ``window`` and ``plan`` are the server's own, since each value may need more copies of
+    the weights or a step of its own. The copies of a ``draft`` are made once, and
+    ``LoadedModel.prepare`` checks that they fit.
+
+    With ``trace`` a stream tells the verdicts of each round.
     """
 
+    temperature: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    seed: Any = None
+    coupling: Any = None
+    repetition_penalty: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    exit_layer: Any = None
+    adaptive: Any = None
+    min_target_confidence: Any = None
     max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
@@ -188,6 +209,13 @@ class TextBody(PlainOptions):
     stream_options: dict[Literal["include_usage"], bool] = Field(default_factory=dict)
     trace: bool = False
 
+    @property
+    @abstractmethod
+    def likeliest(self) -> int | None:
+        """In the place of each token, so many tokens' log probabilities are told beside its own.
+        None: no log probabilities are told.
+        """
+
     def options(self) -> dict[str, Any]:
         """Return the options that the request gives. Raises InputError."""
         given = self.model_dump(include=OF_A_CALL, exclude_none=True)
@@ -200,7 +228,12 @@ class CompletionBody(TextBody):
 
     is_chat: ClassVar[bool] = False
     prompt: Annotated[Any, AfterValidator(only_prompt)]
-    likeliest: Likeliest = Field(None, validation_alias="logprobs")
+    logprobs: Likeliest = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """See ``TextBody``."""
+        return self.logprobs
 
 
 class ChatBody(TextBody):
@@ -220,11 +253,28 @@ class ChatBody(TextBody):
     @property
     def likeliest(self) -> int | None:
         """See ``TextBody``. OpenAI's API has it in two fields."""
-        return self.top_logprobs or 0 if self.logprobs or self.top_logprobs else None
+        if self.logprobs or self.top_logprobs:
+            return self.top_logprobs or 0
+        return None
+
+
+def kinds_at_hand(session: Session) -> list[str]:
+    """Return the kinds of draft that a request can choose: the server's own, and all but those that
+    need an option, since a request cannot give it. A layer plan may also lie in the model's folder.
+    """
+    at_hand = {None, "plan"} if (session.folder / "plan.json").exists() else {None}
+    return [
+        name
+        for name, kind in KINDS.items()
+        if kind.needs in at_hand or name == session.options.draft
+    ]
 
 
 def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
     """Return the text of a request, with its prompt only. Raises InputError."""
+    kinds = kinds_at_hand(session)
+    if body.draft and body.draft not in kinds:
+        raise InputError(f"draft must be one of {', '.join(kinds)} here", "draft")
     as_it_is = {"chat": False, "system": None, "chat_template_kwargs": None}
     options = session.options.merged(body.options() | ({} if body.is_chat else as_it_is))
     sample = session.begin(session.encode(body.prompt, options), options)
@@ -235,13 +285,11 @@ def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
 def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
     """Return what a client is told of an error in its request, and the field at fault, if known.
 
-    Errors of the command line name ``--exit-layer``, or ``top-p`` where that is the field: a
-    request spells them ``exit_layer`` and ``top_p``.
+    A request spells ``exit_layer`` what errors of the command line call ``--exit-layer``. Other
+    words may be quoted from the request, and stay.
     """
     if isinstance(error, InputError):
-        option = error.field or ""
-        told = str(error).replace(option.replace("_", "-"), option)
-        return re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), told), error.field
+        return FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error)), error.field
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     told = (

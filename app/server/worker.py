@@ -6,7 +6,7 @@ and of how texts are drafted.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,9 +65,15 @@ class Returns:
     last: float = 0.0  # when the client that was refused last is to come back
 
     def wait(self, now: float, ahead: int, began: float) -> int:
-        """Return the seconds to wait behind ``ahead`` jobs, the oldest of which ``began`` then."""
+        """Return the seconds to wait behind ``ahead`` jobs, the oldest of which ``began`` then.
+
+        Take 4 slots, 16 places and texts of 8 seconds: a text ends every 2 seconds, which is a
+        ``turn``. So behind 16 jobs a client waits 16 turns, and one more until its own place is
+        free: 34 seconds. A second one that is refused at that moment comes a turn later, after 36.
+        Texts of 0.1 seconds would end faster than clients return, who count whole seconds: the
+        turn is then 1/16 of a second, so that each second brings as many clients as fit.
+        """
         pace = max(self.pace, now - began)
-        # Times are whole seconds: in each, as many clients come back as the queue has places.
         turn = max(pace / self.slots, 1 / self.places)
         seconds = min(LONGEST_RETRY, max(ahead * turn, self.last - now) + turn)
         self.last = now + seconds
@@ -82,7 +88,9 @@ class Worker:
         session.check_memory()
         session.mask_seconds = 1.0  # a grammar that takes longer would keep the others waiting
         session.options = replace(session.options, context=session.capacity())
-        session.warm_up([0, 0])  # so that no client waits for low-bit copies or a compiler
+        # So that no client waits for low-bit copies or a compiler. Any ids do, since the texts are
+        # dropped. There are two, so that one is read before the last one begins the loop.
+        session.warm_up([0, 0])
         self.session = session
         self.free = [
             session.new_slot(session.context)
@@ -117,13 +125,8 @@ class Worker:
     def write(self, job: Job) -> None:
         """Write the text of a job, in a greenlet. An error ends it alone."""
         prompt = job.sample.source.tokens
-        # The cache that keeps the most entries less those that it loses: a conversation goes on
-        # where its own is, and one that merely begins alike leaves it alone. Where each would lose
-        # more than it keeps, the one that has been free the longest.
-        slot = max(
-            self.free,
-            key=lambda slot: max(0, 2 * common_prefix(slot.tokens, prompt) - len(slot.tokens)),
-        )
+        # Where no cache gains, the one that has been free the longest: it comes first.
+        slot = max(self.free, key=lambda slot: gain(slot.tokens, prompt))
         self.free.remove(slot)
         job.began = time.monotonic()
         rounds = partial(self.session.rounds, job.sample, slot, self.together)
@@ -145,3 +148,15 @@ class Worker:
             self.together.stop(job.writing)
         else:
             self.jobs.remove(job)
+
+
+def gain(cached: Sequence[int], prompt: Sequence[int]) -> int:
+    """Return how many more tokens of a cache a prompt keeps than it drops; 0 where it drops more.
+
+    So a conversation goes on where its own cache is: of 100 tokens it keeps all, which is a gain of
+    100. A prompt that has only the first 30 in common would keep 30 and drop 70. It gains nothing,
+    and leaves the cache to its conversation where another is free.
+    """
+    kept = common_prefix(cached, prompt)
+    dropped = len(cached) - kept
+    return max(0, kept - dropped)

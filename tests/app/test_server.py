@@ -31,9 +31,9 @@ from app.options import GRAMMARS, KINDS, Options, types_of
 from app.server.network import MAX_BODY, respond
 from app.server.requests import (
     OF_A_CALL,
-    OPTIONS,
     ChatBody,
     CompletionBody,
+    TextBody,
     complaint,
     sample_of,
 )
@@ -256,12 +256,17 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"stream_options": {"usage": True}}, 400, "stream_options.usage.[key]", "'include_us"),
     (TEXT, {"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
     (TEXT, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "equal to 1"),
+    (TEXT, {"max_tokens": ""}, 400, "max_tokens", "valid integer"),
+    (TEXT, {"max_tokens": []}, 400, "max_tokens", "valid integer"),
+    (TEXT, {"logprobs": ""}, 400, "logprobs", "valid integer"),
+    (TEXT, {"n": True}, 400, "n", "leave it out"),
     (TEXT, {"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
     (TEXT, {"stop": ["a", ""]}, 400, "stop", "give stop strings and banned words as"),
     (TEXT, {"stop": ["a", 3]}, 400, "stop.1", "valid string"),
     (TEXT, {"ban": ["b" * 257]}, 400, "ban.0", "at most 256 characters"),
     (TEXT, {"draft": "evil.py:Drafter"}, 400, "draft", "should be 'auto', 'none'"),
-    (TEXT, {"draft": "model"}, 400, "draft_model", "needs draft_model"),
+    *((TEXT, {"draft": kind}, 400, "draft", "one of auto, none, lookup, exit, lowbit here") for kind
+      in ("model", "skip")),
     (CHAT, {"messages": [said("a")], "exit_layer": 5}, 400, None, "exit layer 5 is not in 1..4"),
     (TEXT, {"draft": "lookup", "exit_layer": 4}, 400, "exit_layer", "has no effect with draft loo"),
     (TEXT, {"gamma": 33}, 400, "gamma", "less than or equal to 32"),
@@ -302,6 +307,11 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
     assert error["type"] == "invalid_request_error" and part in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert "\n" not in error["message"] and "--" not in error["message"]
+
+
+def test_an_error_names_options_as_a_request_does_and_quotes_it_as_it_is() -> None:
+    error = InputError("top-p and --exit-layer: found '--own-word' and 'top-p'")
+    assert complaint(error)[0] == "top_p and exit_layer: found '--own-word' and 'top-p'"
 
 
 def test_a_request_gives_every_option_of_a_call_but_those_that_are_the_servers_own() -> None:
@@ -351,10 +361,16 @@ def test_messages_may_be_in_parts_and_with_the_fields_of_answers(served: Served)
     assert first == second
 
 
+# that ``Options`` checks
+UNCHECKED = [name for name, field in TextBody.model_fields.items() if field.annotation is Any]
+
+
 def test_no_option_of_a_request_names_a_file() -> None:
     """Each is a number, a switch or one of a few words."""
-    options = [each for each in fields(Options) if each.name in OPTIONS]
-    assert all(str not in types_of(each) or each.metadata["choices"] for each in options)
+    options = [each for each in fields(Options) if each.name in UNCHECKED]
+    assert len(options) == len(UNCHECKED) and all(
+        str not in types_of(each) or each.metadata["choices"] for each in options
+    )
 
 
 VALUES = st.recursive(
@@ -364,7 +380,7 @@ VALUES = st.recursive(
     | st.text(max_size=5),
     lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3),
 )
-NAMES = [*OPTIONS, "model", "n", "stream", "stop", "ban", "max_tokens", "draft", "gamma", "plan"]
+NAMES = [*UNCHECKED, "model", "n", "stream", "stop", "ban", "max_tokens", "draft", "gamma", "plan"]
 
 
 @given(
@@ -513,7 +529,7 @@ def test_what_fails_in_writing_is_printed_and_the_next_text_is_written(
         patch.setattr(served.worker.session, "rounds", Mock(side_effect=IndexError("secret")))
         status, answer = served.ask(TEXT, {"prompt": PROMPT, "stream": True})
     assert (status, answer["error"]["type"]) == (500, "server_error")
-    assert "IndexError: secret" in capsys.readouterr().err
+    assert re.search(r"Traceback(.|\n)*IndexError: secret", capsys.readouterr().err)
     assert answer["error"]["message"] == "the request could not be answered"
     assert served.text(prompt=PROMPT)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from setup import as_installed
+
 ROOT = Path(__file__).parents[2]
 WRITING = {"app.options", "app.session"}  # a model that writes, for other folders
 SCRIPTS = ("generate", "train", "specdec", "tests")  # that no folder imports
@@ -94,6 +96,25 @@ def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() ->
     )
     pinned, *others = (ROOT / "requirements.txt").read_text("utf-8").split()
     assert (torch, pinned[:7], sorted(needed)) == ("torch>=2.9,<3", "torch==", sorted(others))
+
+
+@pytest.mark.parametrize(
+    ("source", "installed"),
+    [
+        ("    from model.plan import LayerPlan", "    from specdec.model.plan import LayerPlan"),
+        ("from generate import load", "from specdec.__main__ import load"),
+        ("from modelling import plan", None),
+        ("read from model.plan import", None),
+        ('"""python -m model.plan"""', '"""python -m specdec.model.plan"""'),
+        ("# see generate.py", "# see specdec"),
+        ('help="python generate.py --draft"', 'help="specdec --draft"'),
+        ("# see docs/generate.py and my-generate.py", None),
+    ],
+)
+def test_a_source_is_installed_with_imports_and_commands_of_the_package(
+    source: str, installed: str | None
+) -> None:
+    assert as_installed(source, ["model", "generate"]) == (installed or source)
 
 
 @pytest.fixture(scope="module")
