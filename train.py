@@ -48,8 +48,7 @@ def train(options: argparse.Namespace) -> None:
     model, rows, held_out, tokenizer_from = prepare_run(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
-    parts = (model, *optimisers)
-    state = load_run(options, parts, rows)
+    state = load_run(options, model, optimisers, rows)
     began = monotonic()
     next_save = FIRST_SAVE  # seconds since then, as the next one
     next_note = 0.0
@@ -77,7 +76,7 @@ def train(options: argparse.Namespace) -> None:
             say(f"agreement of each exit with the last layer: {judgement['agreement']}")
         seconds = monotonic() - began
         if is_milestone or seconds > next_save:
-            save_run(options.out, parts, state, tokenizer_from)
+            save_run(options.out, model, optimisers, state, tokenizer_from)
             next_save = 2 * seconds
         if is_milestone or seconds > next_note:
             say(f"step {done} of {options.steps}: loss {loss:.3f}")

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from app.common.files import atomic_path, read_json, read_text, write_text
 from app.common.parsers import DEVICE, Groups, within
@@ -26,8 +27,6 @@ from weights.checkpoint import save_model
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
-# of a run, saved by its ``state_dict``: the model comes first, its optimisers follow
-Part = torch.nn.Module | torch.optim.Optimizer
 STATE = "training/state.pt"
 LOG = "training/log.jsonl"
 OPTIONS: Groups = {
@@ -213,14 +212,16 @@ def tokenizer_of(
     return Tokenizer(scratch)
 
 
-def load_run(options: argparse.Namespace, parts: Sequence[Part], rows: Rows) -> dict[str, Any]:
+def load_run(
+    options: argparse.Namespace, model: Decoder, optimisers: Sequence[Optimizer], rows: Rows
+) -> dict[str, Any]:
     """Return the state of the run in ``--out``: its options, its last step and the records of its
-    log. The ``parts``, a model and its optimisers, get what was saved of them.
+    log. The model and its optimisers get what was saved of them.
 
     A new run is in step 0. Raises InputError for a damaged state, and for a run with other options,
     another text or another config: files are compared by what they hold.
     """
-    config = json.dumps(parts[0].config.source, sort_keys=True)
+    config = json.dumps(model.config.source, sort_keys=True)
     given = {
         name: str(value)
         for name, value in vars(options).items()
@@ -240,15 +241,22 @@ def load_run(options: argparse.Namespace, parts: Sequence[Part], rows: Rows) -> 
                     f"{options.out} holds a run with {name} {saved.get(name)}: give the same, or"
                     " another --out"
                 )
-        for part, values in zip(parts, state.pop("parts"), strict=True):
-            part.load_state_dict(values)
+        model.load_state_dict(state.pop("model"))
+        for optimiser, values in zip(optimisers, state.pop("optimisers"), strict=True):
+            optimiser.load_state_dict(values)
     return state
 
 
-def save_run(out: Path, parts: Sequence[Part], state: dict[str, Any], tokenizer_from: Path) -> None:
-    """Write the model, the first of the ``parts``, as an ordinary bf16 folder, and the log and the
-    state to continue from, each file atomically. The state takes its place last, but its space
-    first: a full disk leaves no model without a state. Nor does Ctrl-C during the first save.
+def save_run(
+    out: Path,
+    model: Decoder,
+    optimisers: Sequence[Optimizer],
+    state: dict[str, Any],
+    tokenizer_from: Path,
+) -> None:
+    """Write the model as an ordinary bf16 folder, and the log and the state to continue from, each
+    file atomically. The state takes its place last, but its space first: a full disk leaves no
+    model without a state. Nor does Ctrl-C during the first save.
 
     A run that is killed before that repeats the last steps. Raises InputError when ``out`` cannot
     be written.
@@ -262,9 +270,13 @@ def save_run(out: Path, parts: Sequence[Part], state: dict[str, Any], tokenizer_
             ),
             atomic_path(out / STATE) as temporary,
         ):
-            torch.save({**state, "parts": [part.state_dict() for part in parts]}, temporary)
+            parts = {
+                "model": model.state_dict(),
+                "optimisers": [each.state_dict() for each in optimisers],
+            }
+            torch.save(state | parts, temporary)
             write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
-            save_model(copy.deepcopy(parts[0]).bfloat16(), out, tokenizer_from=tokenizer_from)
+            save_model(copy.deepcopy(model).bfloat16(), out, tokenizer_from=tokenizer_from)
     finally:
         # Interrupted in the first save: a run begins only in a folder without a model.
         if (out / "config.json").exists() and not (out / STATE).exists():

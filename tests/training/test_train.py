@@ -295,7 +295,7 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     assert train.main(command) == 0, "there is nothing left to do"
     assert capsys.readouterr().err.endswith(f"[all 40 steps are done: the model is in {out}]\n")
     state = state_of(out)
-    for damaged in {}, {**state, "parts": []}:
+    for damaged in {}, {**state, "optimisers": []}:
         torch.save(damaged, out / STATE)
         assert f"{STATE} is damaged: " in refusal_of(command, capsys)
 
@@ -318,8 +318,8 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     assert train.main(killed) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
     whole, again = (
-        [part.get("state", part) for part in state_of(tmp_path / name)["parts"]]
-        for name in ("whole", "killed")
+        [state["model"], *(each["state"] for each in state["optimisers"])]
+        for state in (state_of(tmp_path / name) for name in ("whole", "killed"))
     )
     torch.testing.assert_close(again, whole, rtol=0, atol=0)
 
@@ -372,7 +372,7 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
     said = refusal_of(arguments(data, out), capsys)
     assert "the loss or its gradient is non-finite in step 4: the last saved state is kept" in said
     assert state_of(out)["step"] in (2, 3)
-    assert all(tensor.isfinite().all() for tensor in state_of(out)["parts"][0].values())
+    assert all(tensor.isfinite().all() for tensor in state_of(out)["model"].values())
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
