@@ -33,4 +33,5 @@ def write_picture(draw: Callable[[], Figure], path: Path) -> None:
         )
         if form == "svg":
             drawn = temporary.read_text(encoding="utf-8")
+            assert "</style>" in drawn, "matplotlib writes no style: the dark page would be lost"
             temporary.write_text(drawn.replace("</style>", DARK, 1), encoding="utf-8")

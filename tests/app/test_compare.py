@@ -49,6 +49,10 @@ def test_a_warm_up_writes_no_further_than_a_text_does(
     assert len(session.slot.tokens) <= 3 + tokens
 
 
+def test_a_warm_up_fits_the_smallest_context(chat_model: Path) -> None:
+    load(str(chat_model), draft="none", context=2).warm_up([5, 9, 2])
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
