@@ -2,6 +2,8 @@
 writing of user files, links, permissions, and reading with errors of one line.
 """
 
+import ast
+import io
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from app.common.command_line import run_command
+from app.common.command_line import run_command, start
 from app.common.files import (
     atomic_path,
     check_place,
@@ -182,32 +184,51 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+START = """if __name__ == '__main__':
+    from app.common.command_line import start
+    start()"""
 COMPLAIN = "os._exit(os.environ.get('GOMP_SPINCOUNT') != '1000')"
-THREADS = ["generate", "train", "search", "benchmark", "training.corpus"]
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "action", "status"),
+    ("module", "action", "status"),
     [
-        (["generate.py", "--help"], "torch.nn", INTERRUPT, -signal.SIGINT),  # 130 in a shell
-        (["-m", "weights.fetch", "--help"], "torch.nn", INTERRUPT, -signal.SIGINT),
-        *((["-m", command], "torch", COMPLAIN, 0) for command in THREADS),
+        ("torch.nn", INTERRUPT, -signal.SIGINT),  # 130 in a shell
+        ("torch", COMPLAIN, 0),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=["Ctrl-C", "threads"],
 )
 def test_while_a_command_is_imported_ctrl_c_is_silent_and_idle_threads_are_told_to_sleep(
-    command: list[str], module: str, action: str, status: int, tmp_path: Path
+    module: str, action: str, status: int, tmp_path: Path
 ) -> None:
     """What is done when the module is imported. Torch reads the variable when it is loaded."""
     (tmp_path / "sitecustomize.py").write_text(WATCH.format(module=module, action=action))
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "generate.py", "--help"],
         cwd=ROOT,
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_every_command_begins_with_start() -> None:
+    """Before it imports what takes long. The proof runs without ``app``."""
+    found: dict[str, str] = {}
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")]:
+        text = path.read_text(encoding="utf-8")
+        if "sys.exit(main())" in text and "from app.common" in text and "tests" not in path.parts:
+            found[str(path)] = ast.unparse(ast.parse(text).body[1])  # behind the docstring
+    assert len(found) > 7 and {*found.values()} == {START}
+
+
+def test_start_takes_any_object_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO())
+    monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    start()
 
 
 # Writing files
