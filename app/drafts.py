@@ -115,11 +115,10 @@ def given_plan(loaded: LoadedModel, options: Options) -> DraftPlan | None:
     file that cannot be read, and for a plan of another model.
     """
     layers = loaded.config.num_layers
-    chosen = options.plan
-    if chosen is None:
-        chosen = loaded.folder / "plan.json"
-        if not chosen.exists():
-            return None
+    shipped = loaded.folder / "plan.json"
+    chosen = shipped if options.plan is None else options.plan
+    if chosen is shipped and not shipped.exists():
+        return None
     if not isinstance(chosen, DraftPlan):
         chosen = read_plan(Path(chosen), layers, loaded.folder)
     if chosen.plan.num_layers != layers:

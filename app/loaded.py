@@ -117,8 +117,7 @@ class LoadedModel:
         """Return a line of needed and free memory. Raises InputError with it where that is too
         small.
         """
-        makes_do = kind_of(self.options.draft).makes_do
-        plans = self.optional_plans(self.options) if makes_do else {}
+        plans = self.optional_plans(self.options) if kind_of(self.options.draft).makes_do else {}
         copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
         positions = self.capacity(ids)
         # Half of a text that is not known yet may be prompt. It is read in chunks.

@@ -8,7 +8,7 @@ Knows nothing of screens, sockets and argument lists.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -68,7 +68,7 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        merged = self.merged(options)
+        merged = with_contents(self.options.merged(options))
         self.sample = sample = self.begin(self.encode(prompt, merged), merged)
         return sample
 
@@ -80,19 +80,13 @@ class Session(LoadedModel):
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        merged = self.merged(options).seeded()
+        merged = with_contents(self.options.merged(options)).seeded()
         samples = [
             self.begin(self.encode(prompt, merged), merged, number)
             for number, prompt in enumerate(prompts)
         ]
         self.finish_all(samples)
         return samples
-
-    def merged(self, options: Mapping[str, object]) -> Options:
-        """Return the session's options with those of a call, and the contents of their files.
-        Raises InputError.
-        """
-        return with_contents(self.options.merged(options))
 
     def chat(self, **options: object) -> Chat:
         """Return a new conversation, with a cache of its own."""

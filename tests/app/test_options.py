@@ -112,8 +112,7 @@ def test_a_command_line_fills_the_same_options() -> None:
 
 
 def test_a_rule_without_a_seed_is_the_same_at_each_look() -> None:
-    options = Options(temperature=1.0)
-    assert options.rule == options.rule and options.draws_alike
+    assert Options(temperature=1.0).rule == Options(temperature=1.0).rule
 
 
 def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
