@@ -402,19 +402,20 @@ def checked(entry: Field, value: Any) -> Any:
         value = os.path.expanduser(str(value).removeprefix("torch."))
     if kind is tuple and isinstance(value, str | list):
         value = (value,) if isinstance(value, str) else tuple(value)
-    wanted = WANTED[kind]
-    is_bool = isinstance(value, bool)  # which is an int too
-    fits = isinstance(value, types) and is_bool == (kind is bool)
+    # a truth value is an int too
+    has_type = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
     if kind is tuple:
-        fits = fits and all(isinstance(each, str) for each in value)
-    if fits and settings["choices"]:
-        fits = value in settings["choices"]
-        wanted = f"one of {', '.join(map(str, settings['choices']))}"
+        has_type = has_type and all(isinstance(each, str) for each in value)
+    choices = settings["choices"]
     least, most = settings["bounds"]
-    if fits and least is not None:
-        fits = least <= value <= most  # which NaN fails
+    wanted = None
+    if not has_type:
+        wanted = WANTED[kind]
+    elif choices and value not in choices:
+        wanted = f"one of {', '.join(map(str, choices))}"
+    elif least is not None and not least <= value <= most:  # NaN lies nowhere
         wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-    if not fits:
+    if wanted:
         raise InputError(f"{flag_of(entry.name)} must be {wanted}, found {value!r:.80}", entry.name)
     with explaining(f"{flag_of(entry.name)} is not UTF-8 text", (UnicodeError,), entry.name):
         texts = value if kind is tuple else [value]
@@ -446,11 +447,11 @@ def argument(entry: Field) -> dict[str, Any]:
     """Return the arguments of argparse's ``add_argument`` for an option."""
     settings = entry.metadata
     kind = types_of(entry)[0]
-    named = {"metavar": settings["metavar"]}
-    by_type = {
-        bool: {"action": BooleanOptionalAction if entry.default is None else "store_true"},
-        tuple: named | {"action": "append", "default": []},
-    }
-    others = named | {"type": kind, "choices": settings["choices"]}
-    common = {"help": settings["help"], "default": entry.default}
-    return common | by_type.get(kind, others)
+    given = {"help": settings["help"], "default": entry.default}
+    if kind is bool:
+        action = BooleanOptionalAction if entry.default is None else "store_true"
+        return given | {"action": action}
+    given["metavar"] = settings["metavar"]
+    if kind is tuple:
+        return given | {"action": "append", "default": []}
+    return given | {"type": kind, "choices": settings["choices"]}
