@@ -30,21 +30,18 @@ def run(options: Options) -> None:
         Server(session).serve_until_stopped()
     elif options.interactive:
         converse(session)
+    elif options.dry_run:
+        has_prompt = options.prompt is not None or options.prompt_file is not None
+        print(session.check_memory(session.encode(read_prompt(options)) if has_prompt else []))
     else:
         write(session)
 
 
 def write(session: Session) -> None:
-    """Write the samples that the options ask for, and compare them; with --dry-run print the memory
-    only.
-    """
+    """Write the samples that the options ask for, and compare them."""
     options = session.options
-    has_prompt = options.prompt is not None or options.prompt_file is not None
-    ids = session.encode(read_prompt(options)) if has_prompt or not options.dry_run else []
-    line = session.check_memory(ids)
-    if options.dry_run:
-        print(line)
-        return
+    ids = session.encode(read_prompt(options))
+    session.check_memory(ids)
     seeded = options.seeded()
     samples = [session.begin(ids, seeded, number) for number in range(options.num_samples)]
     if options.compare or session.device.type == "cuda":

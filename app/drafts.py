@@ -1,9 +1,10 @@
 """Drafts: from options to a ``Strategy``, the drafter and the policy of a text.
 
-``KINDS`` has the values of ``--draft``. Take ``lowbit`` as an example. Its maker is ``by_plan``: it
-asks the session for the plan, all layers in four bits, lets it make the low-bit copies, and gives a
-``ModelDrafter`` under this plan. ``policy_of`` gives the policy: what --gamma and --adaptive do not
-say, the plan says. A new kind is a function like ``by_plan`` and a row in ``KINDS``.
+``KINDS`` has the values of ``--draft``. Take ``lowbit`` as an example. Its plan is
+``low_bit_plan``, all layers in four bits. Its maker is ``by_plan``: it asks the session for this
+plan, lets it make the low-bit copies, and gives a ``ModelDrafter`` under it. ``policy_of`` gives
+the policy: what --gamma and --adaptive do not say, the plan says. A new kind is a function like
+``by_plan`` and a row in ``KINDS``.
 
 Knows nothing of screens and requests.
 """
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.plan_file import GAMMA, plan_in_words, runnable
+from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan, plan_in_words, read_plan, runnable
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
@@ -27,6 +28,7 @@ from weights.load import model_folder
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from app.loaded import LoadedModel
     from app.options import Options
     from app.sample import Sample, Slot
     from app.session import Session
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY = 0.8  # first threshold of that exit
 START_SAMPLED = 0.5
+BITS = 4  # of a low-bit draft by default
+PRIOR_LOW_BITS = 0.85  # acceptance of such a draft before any is observed
 
 
 class Strategy(NamedTuple):
@@ -93,6 +97,39 @@ def lookup(session: Session, sample: Sample, slot: Slot, target: Model) -> Strat
     return Strategy("prompt lookup", PromptLookup(), policy_of(sample.options))
 
 
+def exit_plan(loaded: LoadedModel, options: Options) -> DraftPlan:
+    """Return the plan of the first layers, by default half of them. Raises InputError."""
+    layers = loaded.config.num_layers
+    exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+    return DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+
+
+def low_bit_plan(loaded: LoadedModel, options: Options) -> DraftPlan:
+    """Return the plan of all layers in four bits, unless --bits says otherwise later."""
+    plan = LayerPlan.full(loaded.config.num_layers).in_bits(BITS)
+    return DraftPlan(plan, GAMMA_LOW_BITS, alpha=PRIOR_LOW_BITS)
+
+
+def given_plan(loaded: LoadedModel, options: Options) -> DraftPlan | None:
+    """Return the plan of --plan, else that of the model's folder, if any. Raises InputError for a
+    file that cannot be read, and for a plan of another model.
+    """
+    layers = loaded.config.num_layers
+    shipped = loaded.folder / "plan.json"
+    chosen = shipped if options.plan is None else options.plan
+    if chosen is shipped and not shipped.exists():
+        return None
+    if not isinstance(chosen, DraftPlan):
+        chosen = read_plan(Path(chosen), layers, loaded.folder)
+    if chosen.plan.num_layers != layers:
+        raise InputError(
+            f"the plan is one of {chosen.plan.num_layers} layers, but {loaded.name} has {layers}:"
+            " find one for this model with python -m search",
+            "plan",
+        )
+    return chosen
+
+
 def by_plan(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the target under the plan of --draft exit, lowbit or skip; plain where a plan file
     says that no draft pays.
@@ -137,6 +174,7 @@ def other_model(session: Session, sample: Sample, slot: Slot, target: Model) -> 
             raise InputError(
                 f"{folder} has another vocabulary: a draft model must share the target's tokenizer"
             )
+        session.check_draft_memory(folder, slot.cache.capacity)
         session.draft_models[folder] = session.load(folder)
     model = session.draft_models[folder]
     if model not in slot.draft_caches:
@@ -213,14 +251,19 @@ def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strateg
 
 
 class Kind(NamedTuple):
-    """Kind of draft: its line in --help, the options that have an effect on it, its maker, and the
-    option that it ``needs``, unless a model's folder has the file.
+    """Kind of draft: its line in --help, the options that have an effect on it, its maker, the
+    ``plan`` under which the target drafts for itself, if any, and the option that it ``needs``,
+    unless a model's folder has the file.
+
+    ``makes_do``: whether it drafts without low-bit copies where they do not fit into memory.
     """
 
     help: str
     options: tuple[str, ...]
     make: Callable[[Session, Sample, Slot, Model], Strategy]
+    plan: Callable[[LoadedModel, Options], DraftPlan | None] = lambda *_: None
     needs: str | None = None
+    makes_do: bool = False
 
 
 LENGTH = ("gamma", "min_target_confidence")
@@ -230,6 +273,8 @@ KINDS = {
         "in each round the best of lowbit, lookup and a layer plan, or none",
         (*LENGTH, "plan"),
         auto,
+        given_plan,
+        makes_do=True,
     ),
     "none": Kind("plain decoding", (), lambda *_: plain()),
     "lookup": Kind("copies what followed the same words earlier in the text", LENGTH, lookup),
@@ -237,10 +282,15 @@ KINDS = {
         "the model without some sublayers, by a layer plan (--plan)",
         (*BY_PLAN, "plan"),
         by_plan,
+        given_plan,
         needs="plan",
     ),
-    "exit": Kind("the model's first layers (--exit-layer)", (*BY_PLAN, "exit_layer"), by_plan),
-    "lowbit": Kind("the model with all weights in four bits (--bits)", BY_PLAN, by_plan),
+    "exit": Kind(
+        "the model's first layers (--exit-layer)", (*BY_PLAN, "exit_layer"), by_plan, exit_plan
+    ),
+    "lowbit": Kind(
+        "the model with all weights in four bits (--bits)", BY_PLAN, by_plan, low_bit_plan
+    ),
     "model": Kind(
         "a smaller model with the same tokenizer (--draft-model)",
         (*LENGTH, "adaptive", "draft_model"),

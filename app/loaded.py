@@ -18,8 +18,9 @@ import torch
 from app.characters import Labels
 from app.common.command_line import say
 from app.common.device import pick_device
+from app.drafts import kind_of, low_bit_plan
 from app.options import CONTEXT, Options
-from app.plan_file import GAMMA_LOW_BITS, LONGEST_DRAFT, DraftPlan, read_plan
+from app.plan_file import LONGEST_DRAFT, DraftPlan
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from decoding.grammar import Vocabulary
 
 NOTICED = 0.5  # seconds: copies that take less are made without a line
-BITS = 4  # of a low-bit draft by default
-PRIOR_LOW_BITS = 0.85  # acceptance of such a draft before any is observed
-ROUNDED = 3.5e8  # bytes of copies made in a second on two cores: 1.2B weights in 2.3 s
+# Two rates of the same machine, of two cores, in bytes per second: measure both anew, or neither.
+ROUNDED = 3.5e8  # of low-bit copies that are made: 1.2B weights in 2.3 s
+READ = 38e9  # of weights that a plain round reads
 
 
 class LoadedModel:
@@ -92,11 +93,12 @@ class LoadedModel:
     def memory(self, positions: int, prompt: int = 0) -> Memory:
         """Return the memory that texts of up to ``positions`` tokens take.
 
-        The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
-        Raises InputError for a draft model or a plan that cannot be read.
+        Low-bit copies that are made only if they fit are not counted. Raises InputError for a draft
+        model or a plan that cannot be read.
         """
         options = self.options
         chosen = self.plan_for(options)
+        longest = max(LONGEST_DRAFT, chosen.gamma or 0) if chosen else LONGEST_DRAFT
         of_draft = options.draft_model and config_of_weights(
             model_folder(options.draft_model), self.dtype
         )
@@ -107,61 +109,45 @@ class LoadedModel:
             device=self.device,
             prompt=prompt,
             draft_config=of_draft,
-            longest_draft=LONGEST_DRAFT if options.gamma is None else options.gamma,
-            plan=chosen.plan if chosen and options.draft != "auto" else None,
+            longest_draft=longest if options.gamma is None else options.gamma,
+            plan=chosen.plan if chosen and not kind_of(options.draft).makes_do else None,
         )
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:
         """Return a line of needed and free memory. Raises InputError with it where that is too
         small.
         """
-        plans = self.optional_plans(self.options) if self.options.draft == "auto" else {}
+        plans = self.optional_plans(self.options) if kind_of(self.options.draft).makes_do else {}
         copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
         positions = self.capacity(ids)
         # Half of a text that is not known yet may be prompt. It is read in chunks.
         prompt = len(ids) or min(positions // 2, PREFILL_CHUNK)
         return check_fits(self.memory(positions, prompt), self.device, optional_copies=copies)
 
-    def plan_for(self, options: Options) -> DraftPlan | None:
-        """Return the plan under which the target drafts for itself; None where --draft has none.
-
-        Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-        bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
-        InputError for a plan that cannot be read.
+    def check_draft_memory(self, folder: Path, positions: int) -> None:
+        """Raise InputError where a draft model with a cache of these positions does not fit beside
+        what is loaded. It shares the workspace.
         """
-        layers = self.config.num_layers
-        shipped = self.folder / "plan.json"
-        given = options.plan
-        if given is None and shipped.exists():
-            given = shipped
-        if options.draft == "exit":
-            exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-            chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-        elif options.draft == "lowbit":
-            chosen = self.low_bit_plan
-        elif options.draft not in ("skip", "auto") or given is None:
+        config = config_of_weights(folder, self.dtype)
+        memory = estimate(config, self.dtype, positions, self.device, prompt=1, longest_draft=0)
+        check_fits(replace(memory, workspace=0, buffers=0), self.device)
+
+    def plan_for(self, options: Options) -> DraftPlan | None:
+        """Return the plan under which the target drafts for itself, with the bits and the window of
+        the options; None where --draft has none. Raises InputError for a plan that cannot be used.
+        """
+        chosen = kind_of(options.draft).plan(self, options)
+        if chosen is None:
             return None
-        elif isinstance(given, DraftPlan):
-            chosen = given
-        else:
-            chosen = read_plan(Path(given), layers, self.folder)
         plan = chosen.plan.in_bits(options.bits) if options.bits else chosen.plan
         return replace(chosen, plan=replace(plan, window=options.window or plan.window))
 
-    @property
-    def low_bit_plan(self) -> DraftPlan:
-        """The plan of all layers in four bits."""
-        return DraftPlan(
-            LayerPlan.full(self.config.num_layers).in_bits(BITS),
-            GAMMA_LOW_BITS,
-            alpha=PRIOR_LOW_BITS,
-        )
-
     def optional_plans(self, options: Options) -> dict[str, DraftPlan]:
         """Return the plans by name among which --draft auto chooses."""
-        plans = {"low bits": self.low_bit_plan}
+        low_bits = low_bit_plan(self, options)
+        plans = {"low bits": low_bits}
         chosen = self.plan_for(options)
-        if chosen and chosen.gamma != 0 and chosen.plan != self.low_bit_plan.plan:
+        if chosen and chosen.gamma != 0 and chosen.plan != low_bits.plan:
             plans["plan"] = chosen
         return plans
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from app.drafts import Strategy, plan_drafter
+from app.loaded import READ
 from app.plan_file import LONG, DraftPlan, runnable
 from decoding.auto import LONGEST, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Drafter, PromptLookup
@@ -30,13 +31,12 @@ SAME_COSTS = 512  # tokens up to which costs hardly depend on a text's length
 ROUND_OVERHEAD = 20e6
 ROW = 0.03
 ROW_OVERHEAD = 2e6
-READ = 38e9  # bytes that a plain round reads in a second, where ``loaded.ROUNDED`` was measured
 
 
 @dataclass
 class Offers:
-    """What a session learns of its offers, for texts that no draft can change: their estimates, and
-    costs by plans and length.
+    """What is known of offers: estimates from past rounds, and costs by a text's length and the
+    plans at hand.
     """
 
     estimates: Estimates = field(default_factory=Estimates)
@@ -46,33 +46,32 @@ class Offers:
 def auto_strategy(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that takes the best of lookup, low bits and the plan: see ``Auto``.
 
-    Texts that no draft can change are *free*: they share their estimates and measured costs, and
-    short ones draft without low-bit copies. The others begin anew, with the same offers and with
-    costs by bytes, so that a seed repeats its text. Costs are measured now: the prompt is read, and
-    the text is not timed yet.
+    A text that no draft can change is *fixed*. Fixed texts share the session's offers, whose costs
+    are measured, and short ones draft without low-bit copies. The others begin anew, with the same
+    plans and with costs by bytes, so that a seed repeats its text. Costs are measured now: the
+    prompt is read, and the text is not timed yet.
     """
+    is_fixed = sample.options.draws_alike and session.model.abilities.why_rows_vary is None
     session.offers = session.offers or Offers()
-    offers = session.offers
-    is_free = sample.options.draws_alike and session.model.abilities.why_rows_vary is None
-    plans = plans_at_hand(session, sample, is_free)
-    windows = short_sighted(plans) if sample.source.longest > LONG else {}
-    chosen = plans | windows
+    offers = session.offers if is_fixed else Offers()
+    in_short = plans_at_hand(session, sample, is_fixed)
+    in_long = in_short | short_sighted(in_short) if sample.source.longest > LONG else in_short
     drafters: dict[str, Drafter] = {
-        name: plan_drafter(session, each.plan, slot, target) for name, each in chosen.items()
+        name: plan_drafter(session, each.plan, slot, target) for name, each in in_long.items()
     }
     drafters["lookup"] = PromptLookup()
 
     def costs_at(length: int) -> Costs:
         """Return the costs after a text of this length, counted anew where it has doubled."""
-        at_most = 1 << (max(SAME_COSTS, length) - 1).bit_length()
-        at_hand = chosen if at_most > LONG else plans
-        key = (is_free, at_most, *at_hand.items())
+        doubled = 1 << (max(SAME_COSTS, length) - 1).bit_length()
+        at_hand = in_long if doubled > LONG else in_short
+        plans = {name: each.plan for name, each in at_hand.items()}
+        key = (doubled, *plans.items())
         if key not in offers.costs:
-            found = {name: each.plan for name, each in at_hand.items()}
             offers.costs[key] = (
-                measured_costs(session.model, slot.cache, found)
-                if is_free
-                else costs_by_bytes(session, found, at_most)
+                measured_costs(session.model, slot.cache, plans)
+                if is_fixed
+                else costs_by_bytes(session, plans, doubled)
             )
         return offers.costs[key]
 
@@ -80,15 +79,15 @@ def auto_strategy(session: Session, sample: Sample, slot: Slot, target: Model) -
     chooser = Auto(
         drafters,
         costs_at,
-        offers.estimates if is_free else None,
-        priors={name: each.alpha for name, each in chosen.items() if each.alpha},
+        offers.estimates,
+        priors={name: each.alpha for name, each in in_long.items() if each.alpha},
         by_confidence=session.device.type == "cpu",  # a GPU would synchronise for each token
         longest=sample.options.gamma,
     )
     return Strategy("auto", chooser, chooser)
 
 
-def plans_at_hand(session: Session, sample: Sample, is_free: bool) -> dict[str, DraftPlan]:
+def plans_at_hand(session: Session, sample: Sample, is_fixed: bool) -> dict[str, DraftPlan]:
     """Return the plans to draft under, by name, as the device runs them: their low bits are fast,
     and their copies are made already, or fit into memory and pay.
     """
@@ -99,7 +98,7 @@ def plans_at_hand(session: Session, sample: Sample, is_free: bool) -> dict[str, 
         plan = runnable(model, chosen.plan)
         copies = replace(plan, window=None)
         if copies.has_low_bits and copies not in session.prepared:
-            pays = not is_free or copies_pay(session, chosen, sample.source.remaining)
+            pays = not is_fixed or copies_pay(session, chosen, sample.source.remaining)
             if not (pays and model.abilities.low_bits and has_memory_for(model, [*new, copies])):
                 continue
             new.append(copies)

@@ -72,7 +72,7 @@ def option(
     """Return a field of ``Options``, whose annotation gives the types of its values.
 
     A number lies between ``least``, if given, and ``most``. ``group`` heads the option in --help,
-    and ``short`` is its short name.
+    and ``short`` is its short name. ``help``, ``metavar`` and ``choices`` have argparse's names.
     """
     return field(
         default=default,
@@ -165,7 +165,12 @@ class Options:
         metavar="N",
         least=1,
     )
-    temperature: float = option(0.0, TEMPERATURE["help"], group="sampling", metavar="T")
+    temperature: float = option(
+        TEMPERATURE["default"],
+        TEMPERATURE["help"],
+        group="sampling",
+        metavar=TEMPERATURE["metavar"],
+    )
     top_k: int = option(
         0, "keep the K likeliest tokens; 0: all", group="sampling", metavar="K", least=0
     )
@@ -244,7 +249,7 @@ class Options:
         f" {CONTEXT})",
         group="machine",
         metavar="N",
-        least=1,
+        least=2,
     )
     no_compile: bool = option(
         False, "run the readable blocks, in plain PyTorch: several times slower", group="machine"
@@ -331,8 +336,10 @@ class Options:
 
     @property
     def rule(self) -> Rule:
-        """Rule of verification, by default the race; without a seed a new one each time."""
-        return Rule(self.coupling or "race", self.seeded().seed)
+        """Rule of verification, by default the race. Its seed is 0 where none was given or drawn
+        (``seeded``).
+        """
+        return Rule(self.coupling or "race", self.seed or 0)
 
     @property
     def draws_alike(self) -> bool:
@@ -373,21 +380,21 @@ def flag_of(name: str) -> str:
 HINTS = get_type_hints(Options)
 
 
-def types_of(option: Field) -> tuple[type, ...]:
+def types_of(entry: Field) -> tuple[type, ...]:
     """Return the types of an option's values. The first is that of the command line."""
-    hint = HINTS[option.name]
+    hint = HINTS[entry.name]
     kinds = get_args(hint) if isinstance(hint, UnionType) else [hint]
     types = tuple(get_origin(kind) or kind for kind in kinds)
     return (*types, int) if float in types else types
 
 
-def checked(option: Field, value: Any) -> Any:
+def checked(entry: Field, value: Any) -> Any:
     """Return the value of an option. Raises InputError for another type, or a number out of range.
 
     Python may give a path, a dtype or a device for a string, and a string for a list of one.
     """
-    settings = option.metadata
-    types = types_of(option)
+    settings = entry.metadata
+    types = types_of(entry)
     kind = types[0]
     if value is None and NoneType in types:
         return None
@@ -395,23 +402,22 @@ def checked(option: Field, value: Any) -> Any:
         value = os.path.expanduser(str(value).removeprefix("torch."))
     if kind is tuple and isinstance(value, str | list):
         value = (value,) if isinstance(value, str) else tuple(value)
-    wanted = WANTED[kind]
-    is_bool = isinstance(value, bool)  # which is an int too
-    fits = isinstance(value, types) and is_bool == (kind is bool)
+    # a truth value is an int too
+    has_type = isinstance(value, types) and isinstance(value, bool) == (kind is bool)
     if kind is tuple:
-        fits = fits and all(isinstance(each, str) for each in value)
-    if fits and settings["choices"]:
-        fits = value in settings["choices"]
-        wanted = f"one of {', '.join(map(str, settings['choices']))}"
+        has_type = has_type and all(isinstance(each, str) for each in value)
+    choices = settings["choices"]
     least, most = settings["bounds"]
-    if fits and least is not None:
-        fits = least <= value <= most  # which NaN fails
+    wanted = None
+    if not has_type:
+        wanted = WANTED[kind]
+    elif choices and value not in choices:
+        wanted = f"one of {', '.join(map(str, choices))}"
+    elif least is not None and not least <= value <= most:  # NaN lies nowhere
         wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-    if not fits:
-        raise InputError(
-            f"{flag_of(option.name)} must be {wanted}, found {value!r:.80}", option.name
-        )
-    with explaining(f"{flag_of(option.name)} is not UTF-8 text", (UnicodeError,), option.name):
+    if wanted:
+        raise InputError(f"{flag_of(entry.name)} must be {wanted}, found {value!r:.80}", entry.name)
+    with explaining(f"{flag_of(entry.name)} is not UTF-8 text", (UnicodeError,), entry.name):
         texts = value if kind is tuple else [value]
         "".join(each for each in texts if isinstance(each, str)).encode()
     return value
@@ -437,15 +443,15 @@ def parse(arguments: list[str] | None = None) -> Options:
     return Options(**vars(parser.parse_args(arguments)))
 
 
-def argument(option: Field) -> dict[str, Any]:
+def argument(entry: Field) -> dict[str, Any]:
     """Return the arguments of argparse's ``add_argument`` for an option."""
-    settings = option.metadata
-    kind = types_of(option)[0]
-    named = {"metavar": settings["metavar"]}
-    by_type = {
-        bool: {"action": BooleanOptionalAction if option.default is None else "store_true"},
-        tuple: named | {"action": "append", "default": []},
-    }
-    others = named | {"type": kind, "choices": settings["choices"]}
-    common = {"help": settings["help"], "default": option.default}
-    return common | by_type.get(kind, others)
+    settings = entry.metadata
+    kind = types_of(entry)[0]
+    given = {"help": settings["help"], "default": entry.default}
+    if kind is bool:
+        action = BooleanOptionalAction if entry.default is None else "store_true"
+        return given | {"action": action}
+    given["metavar"] = settings["metavar"]
+    if kind is tuple:
+        return given | {"action": "append", "default": []}
+    return given | {"type": kind, "choices": settings["choices"]}

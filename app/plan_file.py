@@ -11,7 +11,7 @@ search writes. Knows nothing of options.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from weights.load import model_fingerprint
 
 GAMMA = 4  # tokens drafted per round by default
 GAMMA_LOW_BITS = 5  # the same in low bits
-LONGEST_DRAFT = 8  # upper bound of a draft's length where no option sets it
+LONGEST_DRAFT = 8  # tokens of the longest draft where neither an option nor a plan gives more
+MOST_GAMMA = 64  # the same that a plan file may give
 LONG = 2048  # tokens of a text beyond which windows may pay
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
@@ -52,6 +53,9 @@ class DraftPlan:
     gamma: int | None = None
     threshold: float | None = None
     alpha: float | None = None
+
+
+OF_DRAFT = [each.name for each in fields(DraftPlan) if each.name != "plan"]  # keys of a file too
 
 
 def runnable(model: Decoder, plan: LayerPlan) -> LayerPlan:
@@ -89,9 +93,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
         "attn": plan.skipped_attention,
         "mlp": plan.skipped_mlp,
         "window": plan.window,
-        "gamma": chosen.gamma,
-        "threshold": chosen.threshold,
-        "alpha": chosen.alpha,
+        **{name: getattr(chosen, name) for name in OF_DRAFT},
         "model": fingerprint,
     }
     if plan.has_low_bits:
@@ -129,8 +131,10 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         )
         for name in SUBLAYERS
     )
+    if not any(attention + mlp):
+        raise InputError(f"{path} skips every layer: leave one sublayer at least")
     plan = LayerPlan(attention, mlp, raw.get("head_bits") or FULL, raw.get("window"))
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("alpha"))
+    return DraftPlan(plan, **{name: raw.get(name) for name in OF_DRAFT})
 
 
 def wanted_of(num_layers: int) -> dict[str, tuple[Callable[[Any], bool], str]]:
@@ -157,7 +161,10 @@ def wanted_of(num_layers: int) -> dict[str, tuple[Callable[[Any], bool], str]]:
             lambda value: type(value) is int and value >= 1,
             "a whole number of at least 1",
         ),
-        "gamma": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+        "gamma": (
+            lambda value: type(value) is int and 0 <= value <= MOST_GAMMA,
+            f"a whole number from 0 to {MOST_GAMMA}",
+        ),
         "threshold": rate,
         "alpha": rate,
     }

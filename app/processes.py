@@ -73,7 +73,7 @@ class SharedSession(Session):
             if any(tokens != round.emitted for tokens, *_ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")
             _, seconds, is_interrupted = found[0]
-            sample.timeline[-1] = round, seconds
+            sample.timeline[-1] = round, seconds  # so that drafts that time rounds stay alike
             yield round
             if is_interrupted:
                 raise KeyboardInterrupt

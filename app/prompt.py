@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -115,6 +116,22 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
             f" {config.max_positions}): shorten the prompt, in a conversation forget the oldest"
             " turns"
         )
+
+
+def with_contents(options: Options) -> Options:
+    """Return the options with the contents of the files that they name in place of the names: a
+    pipe can be read only once. Raises InputError.
+    """
+    read: dict[str, object] = {
+        name: read_json_option(options, name)
+        for name in ("json_schema", "chat_template_kwargs")
+        if getattr(options, name) is not None
+    }
+    if options.grammar is not None:
+        _, read["grammar"] = read_grammar(options)
+        if not re.search(LARK_START, read["grammar"]):
+            raise InputError(f"{options.grammar} is no grammar: it has no rule start", "grammar")
+    return replace(options, **read) if read else options
 
 
 def read_grammar(options: Options) -> tuple[str, str] | None:

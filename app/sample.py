@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sample:
-    """A text that is being written or is finished, as its ``options`` ask."""
+    """A text that is being written or is finished, as its ``options`` ask.
+
+    ``source`` is the text as the loop writes it, prompt included; ``text`` is the output's string.
+    The caller of the loop gives the times, and adds the rounds.
+    """
 
     source: Text
     options: Options
@@ -41,6 +45,11 @@ class Sample:
     statistics: Statistics = field(default_factory=Statistics)
     continues: bool = False  # goes on with whatever its cache holds, as a conversation does
     trouble: str | None = None  # why steps fell back to the readable blocks, if so
+
+    def add(self, round: Round, seconds: float) -> None:
+        """Add a round that took these seconds."""
+        self.timeline.append((round, self.seconds + seconds))
+        self.statistics.add(round)
 
     def __repr__(self) -> str:
         return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"

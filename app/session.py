@@ -18,7 +18,14 @@ from app.common.parsers import MODEL
 from app.drafts import strategy_of
 from app.loaded import LoadedModel
 from app.options import OF_THE_MODEL, Options
-from app.prompt import Prompt, check_ids, checked_text, encode_prompt, read_grammar
+from app.prompt import (
+    Prompt,
+    check_ids,
+    checked_text,
+    encode_prompt,
+    read_grammar,
+    with_contents,
+)
 from app.sample import Sample, Slot, pieces
 from decoding.model_port import Model
 from decoding.rounds import Round
@@ -37,13 +44,14 @@ class Session(LoadedModel):
     """A model that writes by ``write``, ``stream``, ``write_all`` and ``chat``. Options of a call
     stand in place of those that the session was made with.
 
-    One call is answered at a time: another thread's waits for it. A call ends a stream that has not
-    ended, which then raises InputError. ``sample`` is the last text that ``write`` or ``stream``
-    began.
+    One call is answered at a time: another thread's waits for it. A call that writes on the
+    session's own cache ends a stream that has not ended, which then raises InputError: not so a
+    conversation, nor ``write_all`` where texts share steps. ``sample`` is the last text that
+    ``write`` or ``stream`` began.
     """
 
     def __init__(self, options: Options) -> None:
-        super().__init__(options)
+        super().__init__(with_contents(options))
         self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None
@@ -60,7 +68,7 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        merged = self.options.merged(options)
+        merged = with_contents(self.options.merged(options))
         self.sample = sample = self.begin(self.encode(prompt, merged), merged)
         return sample
 
@@ -72,7 +80,7 @@ class Session(LoadedModel):
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        merged = self.options.merged(options).seeded()
+        merged = with_contents(self.options.merged(options)).seeded()
         samples = [
             self.begin(self.encode(prompt, merged), merged, number)
             for number, prompt in enumerate(prompts)
@@ -144,10 +152,11 @@ class Session(LoadedModel):
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
             slot.source = text
-            # 1. Read the prompt, as far as the cache does not hold it.
-            loaded = now(self.device)
+            # 1. Read the prompt, as far as the cache does not hold it: ``_finish_together`` may
+            # have read and timed it before. A cache that is made anew is no part of this time.
+            asked = now(self.device)
             slot.read(sample, target)
-            sample.prompt_seconds += now(self.device) - loaded
+            sample.prompt_seconds += now(self.device) - asked
             # 2. Prepare the draft, for which copies of weights may be made.
             sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
             sample.is_plain = policy.gamma == 0
@@ -174,9 +183,8 @@ class Session(LoadedModel):
                     )
                 round = self._next(rounds, sample)
                 slot.tokens = text.tokens[:-1]
-            sample.timeline.append((round, sample.seconds + now(self.device) - began))
+            sample.add(round, now(self.device) - began)
             sample.trouble = self.model.trouble  # a step may have fallen back
-            sample.statistics.add(round)
             self.written += len(round.emitted)
             yield round
 
@@ -271,13 +279,13 @@ class Session(LoadedModel):
         self.written = math.inf
 
     def warm_up(self, ids: Sequence[int]) -> None:
-        """Write a few tokens, with the draft and without, before anything is timed. Copies for
-        drafts are made.
+        """Write a few tokens, with the draft and without, before anything is timed, after as much
+        of the prompt as the context holds. Copies for drafts are made.
         """
         self.make_copies_at_once()
         few = {"max_new_tokens": min(8, self.options.max_new_tokens)}
         for changes in (few, few | {"draft": "none"}):
-            self.finish(self.begin(ids, self.options.merged(changes)))
+            self.finish(self.begin(ids[: self.context - 1], self.options.merged(changes)))
 
 
 class Chat:
@@ -317,7 +325,7 @@ class Chat:
         if "system" in options:
             raise InputError("system is an option of chat, not of a turn", "system")
         session = self.session
-        merged = session.options.merged(self.options).merged(options)
+        merged = with_contents(session.options.merged(self.options).merged(options))
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
         self.sample = session.begin(

@@ -1,4 +1,5 @@
 """What every folder may use: files, command lines and their parsers, devices, tables, pictures.
 
-Knows nothing of models and texts, and imports no more of this project than ``model.errors``.
+Runs no model and reads no text, and imports no more of this project than ``model.errors``. Defaults
+that several commands share are here too.
 """

@@ -26,9 +26,11 @@ def start() -> None:
     # Of a job in the background the shell has switched Ctrl-C off.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A closed stream is None, which ``run_command`` reports. Escaped bytes are refused later.
-    for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "replace")
+    # A closed stream is None, which ``run_command`` reports. An object that a program has put in a
+    # stream's place is left as it is. Escaped bytes are refused later.
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "replace")
     # Number of times that an idle OpenMP thread of torch looks for work before it sleeps. While it
     # looks, it keeps a core from other programs and from the threads of a compiled step.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -61,7 +61,11 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def check_place(path: Path) -> None:
-    """Raise InputError for a path where no file can be written, such as a folder."""
+    """Raise InputError for a path where no file can be written, such as a folder.
+
+    A file whose place a user names is checked before long work. A missing folder is refused here,
+    as a mistyped one; ``atomic_path`` makes the folders of places that nobody checked.
+    """
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is a folder or a device: name another file")
     if not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)):
@@ -73,6 +77,7 @@ def check_place(path: Path) -> None:
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, moved onto it after the block, deleted if that fails.
+    Folders that are missing are made.
 
     Where ``path`` is a link, its target is written. The file gets the permissions of a new file,
     even when a library replaces the temporary file. Raises InputError for a folder or a device.

@@ -15,7 +15,7 @@ MODEL = {
     "help": "a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",
 }
 DEVICE = {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"}
-DTYPE = {"default": "auto", "help": "default: the checkpoint's"}
+DTYPE = {"default": "auto", "help": "number format (default: the checkpoint's)"}
 TEMPERATURE = {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"}
 # Title of a group in the help, "" for none -> names of an option, with a space between them ->
 # arguments of argparse's ``add_argument``
@@ -39,7 +39,7 @@ def parser_of(groups: Groups, **texts: str) -> OneLineParser:
         for name, settings in options.items():
             option = group.add_argument(*name.split(), **settings)
             has_default = option.default is not False and option.default not in (None, "", [])
-            if has_default and "default" not in option.help:
+            if has_default and "(default" not in option.help:
                 option.help += " (default: %(default)s)"
     return parser
 

@@ -32,5 +32,6 @@ def write_picture(draw: Callable[[], Figure], path: Path) -> None:
             temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None
         )
         if form == "svg":
-            drawn = temporary.read_text(encoding="utf-8")
-            temporary.write_text(drawn.replace("</style>", DARK, 1), encoding="utf-8")
+            # which fails where matplotlib writes no style
+            before, after = temporary.read_text(encoding="utf-8").split("</style>", 1)
+            temporary.write_text(before + DARK + after, encoding="utf-8")

@@ -27,7 +27,9 @@ def table(rows: list[Row], title: str | None = None) -> Table:
 
 
 def cell(value: Any, form: str) -> str:
-    """Return a value in the ``form`` of its column; of a spread the median with its range."""
+    """Return a value in the ``form`` of its column; of a spread, which has a ``median``, a
+    ``lowest`` and a ``highest``, the median with its range.
+    """
     if isinstance(value, dict):
         return f"{form} ({form}-{form})".format(value["median"], value["lowest"], value["highest"])
     if isinstance(value, float):

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from app.common.command_line import run_command
+from app.common.command_line import run_command, start
 from app.common.files import (
     atomic_path,
     check_place,
@@ -182,32 +182,53 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+START = """\"\"\"
+
+if __name__ == "__main__":  # before anything that takes long to import
+    from app.common.command_line import start
+
+    start()
+"""
 COMPLAIN = "os._exit(os.environ.get('GOMP_SPINCOUNT') != '1000')"
-THREADS = ["generate", "train", "search", "benchmark", "training.corpus"]
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "action", "status"),
+    ("module", "action", "status"),
     [
-        (["generate.py", "--help"], "torch.nn", INTERRUPT, -signal.SIGINT),  # 130 in a shell
-        (["-m", "weights.fetch", "--help"], "torch.nn", INTERRUPT, -signal.SIGINT),
-        *((["-m", command], "torch", COMPLAIN, 0) for command in THREADS),
+        ("torch.nn", INTERRUPT, -signal.SIGINT),  # 130 in a shell
+        ("torch", COMPLAIN, 0),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=["Ctrl-C", "threads"],
 )
 def test_while_a_command_is_imported_ctrl_c_is_silent_and_idle_threads_are_told_to_sleep(
-    command: list[str], module: str, action: str, status: int, tmp_path: Path
+    module: str, action: str, status: int, tmp_path: Path
 ) -> None:
     """What is done when the module is imported. Torch reads the variable when it is loaded."""
     (tmp_path / "sitecustomize.py").write_text(WATCH.format(module=module, action=action))
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "generate.py", "--help"],
         cwd=ROOT,
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_every_command_begins_with_start() -> None:
+    """Directly behind its docstring. The proof runs without ``app``."""
+    texts = [path.read_text() for path in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py"))]
+    commands = [
+        each for each in texts if each.endswith("sys.exit(main())\n") and "from app." in each
+    ]
+    assert len(commands) > 7 and all(START in each for each in commands)
+
+
+def test_start_takes_any_object_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Mock(stdin=object(), stdout=object(), stderr=None, environ={})
+    for name in ("os", "signal", "sys"):
+        monkeypatch.setattr(f"app.common.command_line.{name}", stand_in)
+    start()
 
 
 # Writing files

@@ -1,5 +1,6 @@
 """Comparison with plain decoding: the same prompt, options and rule, in turns, after a warm-up."""
 
+import math
 import re
 from itertools import count
 from pathlib import Path
@@ -39,14 +40,17 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
     assert beyond_prompt[0] == -1
 
 
-@pytest.mark.parametrize(("tokens", "draft"), [(1, "exit"), (4, "exit"), (2, "lookup")])
+@pytest.mark.parametrize(
+    ("tokens", "draft", "context"),
+    [(1, "exit", None), (4, "exit", None), (2, "lookup", None), (1, "exit", 2)],
+)
 def test_a_warm_up_writes_no_further_than_a_text_does(
-    tokens: int, draft: str, chat_model: Path
+    tokens: int, draft: str, context: int | None, chat_model: Path
 ) -> None:
-    """The cache reaches no further."""
-    session = load(str(chat_model), draft=draft, max_new_tokens=tokens)
+    """The cache reaches no further, nor does a prompt that is longer than the context."""
+    session = load(str(chat_model), draft=draft, max_new_tokens=tokens, context=context)
     session.warm_up([5, 9, 2])
-    assert len(session.slot.tokens) <= 3 + tokens
+    assert len(session.slot.tokens) <= min(3 + tokens, context or math.inf)
 
 
 @pytest.mark.parametrize(

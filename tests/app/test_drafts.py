@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from app import loaded, offers
-from app.drafts import strategy_of
+from app.drafts import low_bit_plan, strategy_of
 from app.options import Options
 from app.plan_file import DraftPlan, read_plan, write_plan
 from app.session import Session, load
@@ -137,6 +138,15 @@ def test_auto_drafts_in_four_bits_and_with_a_plan_that_is_another_and_pays(
     assert session.memory(64).low_bit_copies == 0, "copies are made only if they fit"
 
 
+def test_a_plans_longest_draft_takes_memory() -> None:
+    of_length = [
+        Session(Options(model="tiny-llama", draft="skip", plan=replace(PLAN, gamma=gamma)))
+        for gamma in (8, 64)
+    ]
+    short, long = (session.memory(999, prompt=1).workspace for session in of_length)
+    assert long / short == (64 + 1) / (8 + 1)
+
+
 def test_a_length_under_auto_is_a_cap(session: Session) -> None:
     longest = [found(session, draft="auto", gamma=gamma).policy.gamma for gamma in (0, 2, 90)]
     assert longest == [0, 2, 7]
@@ -221,7 +231,7 @@ def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_alw
 def test_a_warm_up_makes_all_copies() -> None:
     session = load("tiny-llama", max_new_tokens=6)
     session.warm_up([0, 0])
-    assert session.low_bit_plan.plan in session.prepared
+    assert low_bit_plan(session, session.options).plan in session.prepared
 
 
 def test_the_seconds_that_copies_take_are_said_before_they_are_made(
@@ -285,11 +295,15 @@ def test_a_plan_file_is_read_with_all_it_says(
     assert read_plan(file_of(tmp_path, value), 4) == expected
 
 
-@given(plan=plans(4))
-def test_a_plan_is_read_as_it_was_written(tmp_path_factory: Any, plan: LayerPlan) -> None:
+RATES = st.none() | st.floats(0, 1)
+
+
+@given(st.builds(DraftPlan, plans(4), st.none() | st.integers(0, 64), RATES, RATES))
+def test_a_plan_is_read_as_it_was_written(tmp_path_factory: Any, chosen: DraftPlan) -> None:
+    assume(any(chosen.plan.attention + chosen.plan.mlp))
     path = tmp_path_factory.getbasetemp() / "written.json"
-    write_plan(path, DraftPlan(plan, 3), "", {})
-    assert read_plan(path, 4) == DraftPlan(plan, 3)
+    write_plan(path, chosen, "", {})
+    assert read_plan(path, 4) == chosen
 
 
 @pytest.mark.parametrize(
@@ -314,6 +328,8 @@ def test_a_plan_is_read_as_it_was_written(tmp_path_factory: Any, plan: LayerPlan
         ({"attn": 3}, "found 3"),
         ({"attn": [], "window": 0}, "window must be a whole number of at least 1, found 0"),
         ({"attn": [], "gamma": -1}, "gamma"),
+        ({"attn": [], "gamma": 65}, "gamma must be a whole number from 0 to 64, found 65"),
+        ({"attn": [0, 1, 2, 3], "mlp": [0, 1, 2, 3]}, "skips every layer"),
         ({"attn": [], "threshold": 1.1}, "threshold"),
         ('{"attn": [], "threshold": NaN}', "threshold"),
         ([1, 2], "one object"),

@@ -3,6 +3,7 @@ one line.
 """
 
 import json
+import os
 import re
 from functools import reduce
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 
 import generate
 from app.options import GRAMMARS, Options, parse
+from app.plan_file import DraftPlan
 from app.prompt import encode_prompt
 from app.session import Session
 from decoding.grammar import GrammarConstraint
 from model.errors import InputError
+from model.plan import LayerPlan
 from tests.refusal import line_of, refusal
 from tests.serving import CHAT, chat_folder
 from weights.tokenizer import Tokenizer
@@ -33,6 +36,7 @@ SCHEMA = {
 }
 TOLD = f"Answer in JSON that follows this schema: {json.dumps(SCHEMA)}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+OF_NINE = DraftPlan(LayerPlan.early_exit(9, 2))
 JSON = r'\{"kind": "(cat|dog)", "legs": (-\d+|\d)\}'
 
 
@@ -66,6 +70,7 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "a negative temperature": ({"temperature": -1.0}, "temperature", "at least 0"),
     "an infinite one": ({"temperature": float("inf")}, "temperature", "finite"),
     "no number": ({"min_target_confidence": float("nan")}, "min_target_confidence", "from 0 to 1"),
+    "no room for an answer": ({"context": 1}, "context", "at least 2"),
     "no text to write": ({"max_new_tokens": 0}, "max_new_tokens", "at least 1"),
     "a negative length": ({"draft": "exit", "gamma": -1}, "gamma", "at least 0"),
     "half a character": ({"stop": ["\ud800"]}, "stop", "is not UTF-8 text"),
@@ -106,6 +111,10 @@ def test_a_command_line_fills_the_same_options() -> None:
     assert parse([]) == Options()
 
 
+def test_a_rule_without_a_seed_is_the_same_at_each_look() -> None:
+    assert Options(temperature=1.0).rule == Options(temperature=1.0).rule
+
+
 def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
     exits = Options(draft="exit", exit_layer=3, gamma=2, trace=True)
     assert exits.merged({"draft": "lookup"}) == Options(draft="lookup", trace=True)
@@ -131,6 +140,9 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
         ({"draft": "absent.py:Drafter"}, "absent.py"),
         ({"draft": "skip", "plan": "absent.json"}, "absent.json"),
         ({"draft": "skip", "plan": ""}, "cannot be read"),
+        ({"draft": "skip", "plan": OF_NINE}, "the plan is one of 9 layers, but thinker has 4"),
+        ({"draft": "auto", "plan": OF_NINE}, "the plan is one of 9 layers, but thinker has 4"),
+        ({"grammar": os.devnull}, "it has no rule start"),
         ({"json_schema": "a\0b"}, "cannot be read as UTF-8 text: embedded null byte"),
     ],
     ids=str,
@@ -277,6 +289,15 @@ def test_a_text_is_one_of_a_schema_an_expression_or_a_grammar(
             session.chat().say("hi", **given),
         ):
             assert re.fullmatch(f"{expected}q", sample.text)
+
+
+def test_a_schema_comes_through_a_pipe_too(chat_model: Path) -> None:
+    """Its text is told to the model and constrains the answer, but a pipe is read once."""
+    end, into = os.pipe()
+    os.write(into, json.dumps(SCHEMA).encode())
+    os.close(into)
+    session = generate.load(str(chat_model), draft="none", json_schema=f"/dev/fd/{end}")
+    assert re.fullmatch(f"{JSON}q", session.write(PROMPT, max_new_tokens=64).text)
 
 
 @pytest.mark.parametrize(

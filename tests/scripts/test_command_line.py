@@ -111,7 +111,7 @@ def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
         (["a", "--chat-template-kwargs", "{}"], "--chat-template-kwargs needs a chat"),
         (["a " * 300], "shorten the prompt"),
         (["a " * 30, "--context", "20"], "the context 20 (the model's 256): shorten"),
-        (["a", "--context", "-1"], "--context must be at least 1"),
+        (["a", "--context", "-1"], "--context must be at least 2"),
         (["--serve", "0", "--trace"], "--serve no --trace"),
         (["--interactive", "--json"], "--serve and --interactive stand alone"),
         (["--serve", "0", "--interactive"], "--serve and --interactive stand alone"),
