@@ -35,6 +35,8 @@ def compute(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor
         return function(rows, *more)
     try:
         return by_compiled_code(compiled(function), rows, *more)
+    except torch.OutOfMemoryError:  # says nothing of the compiler
+        raise
     except Exception as error:  # of compilers and drivers
         NOT_COMPILED.add(function)
         logging.getLogger(__name__).warning(
