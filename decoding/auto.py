@@ -61,11 +61,10 @@ class Costs:
             self.plain_seconds.append(seconds)
             self.overheads = {each: self.DECAY * cost for each, cost in self.overheads.items()}
         elif self.plain_seconds:
-            overhead = seconds / median(self.plain_seconds) - 1 - tokens_cost
+            cost = seconds / median(self.plain_seconds)
+            overhead = min(self.MOST, max(0.0, cost - 1 - tokens_cost))
             known = self.overheads.get(name, 0.0)
-            self.overheads[name] = known + self.LEARNED * (
-                min(self.MOST, max(0.0, overhead)) - known
-            )
+            self.overheads[name] = known + self.LEARNED * (overhead - known)
 
 
 class Rates:

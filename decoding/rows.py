@@ -69,8 +69,7 @@ def first_least(numbers: Tensor) -> Tensor:
     least, places = chunks_of(numbers, COMPARED, math.inf).min(-1)
     chunk = least.argmin(-1, keepdim=True)
     # a row of infinities must not give a place of the padding
-    last = numbers.shape[-1] - 1
-    return (chunk * COMPARED + places.gather(-1, chunk))[..., 0].clamp(max=last)
+    return (chunk * COMPARED + places.gather(-1, chunk))[..., 0].clamp(max=numbers.shape[-1] - 1)
 
 
 def running_sums(numbers: Tensor) -> Tensor:

@@ -97,8 +97,9 @@ class Text:
 
     ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text includes the token
     that ended it (the end-of-text token, or the one that completed the stop string), while
-    ``written`` ends before the stop string. Raises InputError for a prompt without tokens, and for
-    one that fills the model's context.
+    ``written`` ends before the stop string. ``longest`` is the most tokens that the text can have,
+    by the token budget and the model's context. Raises InputError for a prompt without tokens, and
+    for one that fills the context.
     """
 
     def __init__(
@@ -117,7 +118,6 @@ class Text:
         self.token_bytes = token_bytes
         self.vocab_size = target.vocab_size
         self.device = target.device
-        self.max_positions = target.max_positions
         self.stops = [string.encode() for string in conditions.stop_strings]
         self.bans = [string.encode() for string in conditions.banned]
         self.tokens: list[int] = []
@@ -132,6 +132,7 @@ class Text:
             self._append(token)
         self.prompt_length = len(self.tokens)
         self.prompt_bytes = len(self.data)
+        self.longest = min(self.prompt_length + conditions.max_new_tokens, target.max_positions)
         self.buffer = torch.empty(self.longest, dtype=torch.int64, device=self.device)  # of tokens
         self.copied = 0  # the number of tokens that the buffer holds
 
@@ -153,11 +154,6 @@ class Text:
     def remaining(self) -> int:
         """Number of tokens that the token budget and the model's context still allow."""
         return self.longest - len(self)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens that the text can have, by the token budget and the model's context."""
-        return min(self.prompt_length + self.conditions.max_new_tokens, self.max_positions)
 
     @property
     def certain_end(self) -> int:
