@@ -141,7 +141,7 @@ def probabilities(
 ) -> Tensor:
     """Return the probabilities of scores ``[rows, vocab]``, in their dtype: see ``distribution``.
 
-    The other arguments are those of ``Filters``, one by one for ``compute``.
+    The numbers are those of ``Filters``, one by one, since ``compute`` makes each a tensor.
     """
     filters = Filters(temperature, top_k, top_p, min_p)
     largest = scores.amax(-1, keepdim=True)  # or a NaN
@@ -193,7 +193,7 @@ def unlikely(probs: Tensor, mass: float) -> Tensor:
     return torch.zeros_like(removed).scatter(-1, order, removed)
 
 
-# The same on a CPU
+# The twin of `probabilities` on a CPU. It assumes that a filter removes the less likely tokens.
 
 
 def probabilities_by_few(scores: np.ndarray, filters: Filters) -> np.ndarray:
