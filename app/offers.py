@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from app.drafts import Strategy, plan_drafter
 from app.loaded import READ
 from app.plan_file import LONG, DraftPlan, runnable
-from decoding.auto import LONGEST, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
+from decoding.auto import MOST_DRAFTED, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Drafter, PromptLookup
 from decoding.model_port import Model
 from decoding.rounds import expected_speedup
@@ -114,7 +114,7 @@ def copies_pay(session: Session, chosen: DraftPlan, tokens: int) -> bool:
     full = bytes_read(session.config, LayerPlan.full(session.model.num_layers), itemsize)
     cost = bytes_read(session.config, chosen.plan, itemsize) / full + ROW
     rate = chosen.alpha or PRIOR_RATE
-    speedup = max(expected_speedup(rate, k, cost, 1.0) for k in range(1, LONGEST + 1))
+    speedup = max(expected_speedup(rate, k, cost, 1.0) for k in range(1, MOST_DRAFTED + 1))
     saved = (1 - 1 / speedup) * full / READ  # seconds a token
     return (session.written + tokens) * saved > session.rounding_seconds(chosen.plan)
 

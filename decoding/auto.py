@@ -6,7 +6,7 @@ with α the probability that a drafted token is accepted if those before it were
 equation 1). The speed-up is their ratio; where none is above 1, the round is plain. c and r are
 given for the text's length: ``measured_costs`` times them. v and α are learned from past rounds, so
 this is a bandit: a choice among options whose pay is learned by trying them. Its structure is
-known: all lengths of a draft share its α.
+known: all lengths of a draft share its α. Costs are in plain rounds, and seconds say that they are.
 
 Knows nothing of files and options. No other file of this folder knows of it.
 """
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from decoding.drafters import Draft, Drafter, ModelFreeDrafter, draft_of
-from decoding.model_port import Model
+from decoding.model_port import Cache, Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round, expected_speedup
@@ -29,13 +29,10 @@ from decoding.sampling import SamplingParams
 from decoding.text import Text, common_prefix
 from model.plan import LayerPlan
 
-LONGEST = 7  # tokens of a draft: a ninth row may cost much more
-MEASURED = 0.1  # seconds that all timed steps take
+MOST_DRAFTED = 7  # tokens: a ninth row of a verification may cost much more
+MEASURING_SECONDS = 0.1  # of all timed steps
 LEAST_TURNS = 3  # of timed steps
-# α of a kind of draft before its first round: of lookups by their quality, and where nothing is
-# known
-PRIOR_RATES = {"lookup 1": 0.3, "lookup 2": 0.5, "lookup 8": 0.8, "lookup 16": 0.9}
-PRIOR_RATE = 0.7
+PRIOR_RATE = 0.7  # α of a kind of draft of which nothing is known
 
 
 @dataclass
@@ -43,30 +40,31 @@ class Costs:
     """Costs, in plain rounds, of a draft step under each plan at hand and of each further verified
     row.
 
-    Where they are ``timed``, so are rounds. ``plain`` has the seconds of the latest plain ones, and
-    ``beyond`` by drafter what rounds with its drafts take beyond the costs of their steps.
+    Where they are ``timed``, so are rounds. ``plain_seconds`` has those of the latest plain ones,
+    and ``overheads`` by drafter what rounds with its drafts cost beyond 1 and their tokens.
     """
 
     LATEST = 15  # plain rounds, whose median ignores one that another program held up
-    LEARNED = 0.5  # the share of the latest round in ``beyond``
+    LEARNED = 0.5  # the share of the latest round in ``overheads``
     MOST = 1.0  # the largest value that a round counts with
     DECAY = 0.99  # what is left after a plain round, so that drafters are tried again
 
-    steps: Mapping[str, float]
-    row: float
+    step_costs: Mapping[str, float]
+    row_cost: float
     timed: bool = False
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=Costs.LATEST))
-    beyond: dict[str, float] = field(default_factory=dict)
+    plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=Costs.LATEST))
+    overheads: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, name: str | None, seconds: float, of_tokens: float) -> None:
-        """Learn from the time of a round, plain or with a draft of tokens at this cost."""
+    def observe(self, name: str | None, seconds: float, tokens_cost: float) -> None:
+        """Learn from the time of a plain round, or of one with a draft whose tokens cost this."""
         if name is None:
-            self.plain.append(seconds)
-            self.beyond = {each: self.DECAY * cost for each, cost in self.beyond.items()}
-        elif self.plain:
-            beyond = seconds / median(self.plain) - 1 - of_tokens
-            known = self.beyond.get(name, 0.0)
-            self.beyond[name] = known + self.LEARNED * (min(self.MOST, max(0.0, beyond)) - known)
+            self.plain_seconds.append(seconds)
+            self.overheads = {each: self.DECAY * cost for each, cost in self.overheads.items()}
+        elif self.plain_seconds:
+            cost = seconds / median(self.plain_seconds)
+            overhead = min(self.MOST, max(0.0, cost - 1 - tokens_cost))
+            known = self.overheads.get(name, 0.0)
+            self.overheads[name] = known + self.LEARNED * (overhead - known)
 
 
 class Rates:
@@ -122,36 +120,36 @@ class Estimates:
     MOST_CREDIT = 10.0
     SHARE = 0.02  # of a plain step, which each token of the text earns
 
-    rates: dict[str, Rates] = field(default_factory=dict)
+    rates_by_kind: dict[str, Rates] = field(default_factory=dict)
     credit: float = 0.5
 
-    def settle(self, written: int, cost: float) -> None:
-        """Add what the tokens of a round earned, and subtract its cost in plain steps."""
-        earned = written * (1 + self.SHARE) - cost
+    def settle(self, written: int, round_cost: float) -> None:
+        """Add what the tokens of a round earned, and subtract its cost."""
+        earned = written * (1 + self.SHARE) - round_cost
         self.credit = min(self.MOST_CREDIT, max(0.0, self.credit + earned))
 
 
 class Offer(NamedTuple):
     """Possible draft of the coming round, by the drafter ``name``; None is plain decoding.
 
-    ``rates`` are those of its kind: a model's drafts, or guesses of one quality. ``cost`` is that
-    of a drafted token: its draft step, if it needs one, and its row of the verification.
-    ``of_round`` is the cost of a round with it, without its tokens. ``tokens`` are given where they
+    ``rates`` are those of its kind: a model's drafts, or guesses of one quality. ``token_cost`` is
+    that of a drafted token: its draft step, if it needs one, and its row of the verification.
+    ``round_cost`` is that of a round with it, without its tokens. ``tokens`` are given where they
     are known without running a model.
     """
 
     name: str | None
     rates: Rates
-    cost: float
-    of_round: float
+    token_cost: float
+    round_cost: float
     tokens: Sequence[int] | None = None
 
 
-def plain(costs: Costs) -> Offer:
+def plain_offer(costs: Costs) -> Offer:
     """Return the offer of plain decoding. A draft in its round is another drafter's: it costs its
     rows.
     """
-    return Offer(None, Rates(0.0), costs.row, 1.0, ())
+    return Offer(None, Rates(0.0), costs.row_cost, 1.0, ())
 
 
 @dataclass
@@ -182,24 +180,24 @@ class Auto(Policy):
     def __init__(
         self,
         drafters: Mapping[str, Drafter],
-        costs: Callable[[int], Costs],
+        costs_at: Callable[[int], Costs],
         estimates: Estimates | None = None,
         *,
         priors: Mapping[str, float] | None = None,
         by_confidence: bool = True,
         longest: int | None = None,
     ) -> None:
-        """``costs``: those after a text of some length; ``priors``: α of kinds of drafts before
-        their first round; ``by_confidence``: whether a model's draft ends by the confidence of its
-        tokens, which the host then reads one by one; ``longest``: most tokens of a draft, where
-        fewer than ``LONGEST``.
+        """``costs_at``: costs after a text of some length; ``priors``: α of kinds of drafts
+        before their first round, by name, for guesses also by quality; ``by_confidence``: whether
+        a model's draft ends by the confidence of its tokens, which the host then reads one by one;
+        ``longest``: most tokens of a draft, where fewer than ``MOST_DRAFTED``.
         """
-        super().__init__(min(longest or LONGEST, LONGEST))
+        super().__init__(MOST_DRAFTED if longest is None else min(longest, MOST_DRAFTED))
         self.reads_draft_confidence = by_confidence
         self.drafters = drafters
-        self.costs_at = costs
+        self.costs_at = costs_at
         self.estimates = estimates or Estimates()
-        self.priors = PRIOR_RATES | dict(priors or {})
+        self.priors = priors or {}
         self.choice: Choice | None = None  # in the current round
 
     def propose(
@@ -209,7 +207,7 @@ class Auto(Policy):
         costs = self.costs_at(len(text))  # which may measure them
         began = perf_counter()
         offers = [*self._offers(text, limit, costs)]
-        drafts = [(1.0, 0, plain(costs))]
+        drafts = [(1.0, 0, plain_offer(costs))]
         drafts += [(*self._best_length(offer, limit), offer) for offer in offers]
         speedup, length, taken = max(drafts, key=lambda draft: draft[0])
         self.choice = Choice(taken, speedup, offers, began)
@@ -220,14 +218,17 @@ class Auto(Policy):
     def _offers(self, text: Text, limit: int, costs: Costs) -> Iterator[Offer]:
         """Return the offers of all drafters that have one."""
         for name, drafter in self.drafters.items():
-            of_round = 1 + costs.beyond.get(name, 0.0)
+            round_cost = 1 + costs.overheads.get(name, 0.0)
             if isinstance(drafter, ModelFreeDrafter):
                 quality, tokens = drafter.find(text, limit)
                 if tokens:
-                    rates = self.rates(f"{name} {quality}")
-                    yield Offer(name, rates, costs.row, of_round, tokens)
-            elif name in costs.steps:
-                yield Offer(name, self.rates(name), costs.row + costs.steps[name], of_round)
+                    rates = self.rates_of(
+                        f"{name} {quality}", drafter.RATES.get(quality, PRIOR_RATE)
+                    )
+                    yield Offer(name, rates, costs.row_cost, round_cost, tokens)
+            elif name in costs.step_costs:
+                token_cost = costs.row_cost + costs.step_costs[name]
+                yield Offer(name, self.rates_of(name), token_cost, round_cost)
 
     def _best_length(self, offer: Offer, limit: int) -> tuple[float, int]:
         """Return the largest expected speed-up of an offer and the length that has it, as far as
@@ -237,13 +238,13 @@ class Auto(Policy):
         """
         rate = offer.rates.mean()
         longest = limit if offer.tokens is None else len(offer.tokens)
-        covered = self.estimates.credit + 1 - offer.of_round
-        lengths = [k for k in range(1, longest + 1) if k * offer.cost <= covered]
+        covered = self.estimates.credit + 1 - offer.round_cost
+        lengths = [k for k in range(1, longest + 1) if k * offer.token_cost <= covered]
         # Later tokens are accepted less often than the first: if that one does not pay, none does.
-        if not lengths or rate <= offer.cost:
+        if not lengths or rate <= offer.token_cost:
             return 1.0, 0
         speedup, best = max(
-            (expected_speedup(rate, k, offer.cost, offer.of_round), k) for k in lengths
+            (expected_speedup(rate, k, offer.token_cost, offer.round_cost), k) for k in lengths
         )
         ends_by_confidence = offer.tokens is None and self.reads_draft_confidence
         return speedup, lengths[-1] if ends_by_confidence else best
@@ -256,7 +257,7 @@ class Auto(Policy):
         rates = choice.taken.rates
         choice.confidences.append(confidence)
         choice.reached *= rates.at(confidence)
-        return choice.reached * rates.mean() > choice.taken.cost * choice.speedup
+        return choice.reached * rates.mean() > choice.taken.token_cost * choice.speedup
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round, and settle its credit.
@@ -264,20 +265,20 @@ class Auto(Policy):
         Known tokens are compared with the text even where their offer was not taken.
         """
         costs = self.costs_at(round.position)
-        choice = self.choice or Choice(plain(costs))
+        choice = self.choice or Choice(plain_offer(costs))
         self.choice = None
         taken = choice.taken
-        drafted = len(round.drafted)
-        of_tokens = drafted * taken.cost
-        self.estimates.settle(len(round.emitted), taken.of_round + of_tokens)
+        count = len(round.drafted)
+        tokens_cost = count * taken.token_cost
+        self.estimates.settle(len(round.emitted), taken.round_cost + tokens_cost)
         if costs.timed and choice.began is not None:
-            costs.observe(taken.name, perf_counter() - choice.began, of_tokens)
+            costs.observe(taken.name, perf_counter() - choice.began, tokens_cost)
         for offer in choice.offers:
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))
                 offer.rates.learn(compared, common_prefix(offer.tokens, round.emitted))
             elif offer is taken:
-                offer.rates.learn(choice.confidences or [1.0] * drafted, round.accepted)
+                offer.rates.learn(choice.confidences or [1.0] * count, round.accepted)
             else:
                 offer.rates.decay()
 
@@ -285,10 +286,10 @@ class Auto(Policy):
         for drafter in self.drafters.values():
             drafter.rollback(length)
 
-    def rates(self, kind: str) -> Rates:
-        """Return the rates of a kind of draft."""
-        prior = self.priors.get(kind, PRIOR_RATE)
-        return self.estimates.rates.setdefault(kind, Rates(prior))
+    def rates_of(self, kind: str, prior: float = PRIOR_RATE) -> Rates:
+        """Return the rates of a kind of draft; ``prior``: its drafter's own, if any."""
+        prior = self.priors.get(kind, prior)
+        return self.estimates.rates_by_kind.setdefault(kind, Rates(prior))
 
 
 def tenth(confidence: float) -> int:
@@ -297,14 +298,14 @@ def tenth(confidence: float) -> int:
 
 
 @torch.inference_mode()
-def measured_costs(model: Model, cache: Any, plans: Mapping[str, LayerPlan]) -> Costs:
+def measured_costs(model: Model, cache: Cache, plans: Mapping[str, LayerPlan]) -> Costs:
     """Return the costs of draft steps and verified rows, timed in turns on the model's own cache.
 
     The steps follow the entries that the cache holds, which stay. Each draft step is timed behind a
     step of the target, as in a round.
     """
     start = cache.length
-    rows = min(LONGEST + 1, cache.capacity - start)
+    rows = min(MOST_DRAFTED + 1, cache.capacity - start)
     tokens = torch.zeros(1, rows, dtype=torch.int64, device=model.device)
 
     def seconds(count: int, plan: LayerPlan | None = None) -> float:
@@ -320,11 +321,11 @@ def measured_costs(model: Model, cache: Any, plans: Mapping[str, LayerPlan]) -> 
     for _, count, plan in turn:
         seconds(count, plan)  # warm
     times: defaultdict[str, list[float]] = defaultdict(list)
-    ends = perf_counter() + MEASURED
+    ends = perf_counter() + MEASURING_SECONDS
     while perf_counter() < ends or len(times["rows"]) < LEAST_TURNS:
         for name, count, plan in turn:
             times[name].append(seconds(count, plan))
-    plain = median(times["plain"])
-    row = (median(times["rows"]) / plain - 1) / max(1, rows - 1)
-    costs = {name: median(times[name]) / plain for name in plans}
-    return Costs(costs, max(0.0, row), timed=True)
+    plain_seconds = median(times["plain"])
+    row_cost = (median(times["rows"]) / plain_seconds - 1) / max(1, rows - 1)
+    step_costs = {name: median(times[name]) / plain_seconds for name in plans}
+    return Costs(step_costs, max(0.0, row_cost), timed=True)

@@ -10,16 +10,16 @@ Knows nothing of files and options, nor of who chooses a drafter.
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.model_port import Model
+from decoding.model_port import Cache, Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams, distribution, one_hot
@@ -63,7 +63,7 @@ class Wrapper:
     ) -> Draft:
         """Return the draft of ``instead``, or that of the inner drafter."""
         own = self.instead(text, limit)
-        return own or self.inner.propose(text, limit, params, policy, randomness)
+        return self.inner.propose(text, limit, params, policy, randomness) if own is None else own
 
     def instead(self, text: Text, limit: int) -> Draft | None:
         """Return a draft of up to ``limit`` tokens, if any, in place of the inner drafter's."""
@@ -177,7 +177,7 @@ class ModelDrafter:
     their weights is most of their cost.
     """
 
-    def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
+    def __init__(self, model: Model, cache: Cache, plan: LayerPlan | None = None) -> None:
         self.model = model
         self.cache = cache
         self.plan = plan
@@ -199,13 +199,13 @@ class ModelDrafter:
         empty = empty_draft(text.vocab_size, text.device)
         tokens = [empty.tokens]
         rows = [empty.probs]
-        for drafted in range(limit):
+        for count in range(limit):
             logits = self._read(unread, len(context) - len(unread), text.vocab_size)
-            allowed = text.allowed(context[len(text) :], first=drafted)
+            allowed = text.allowed(context[len(text) :], first=count)
             probs = distribution(logits, context, params, allowed)
             if allowed is not None and not probs.any():
                 break
-            unread = randomness.draw(probs[0], text.place(drafted))[None]
+            unread = randomness.draw(probs[0], text.place(count))[None]
             tokens.append(unread)
             rows.append(probs)
             if policy.reads_draft_confidence:
@@ -238,7 +238,12 @@ class ModelDrafter:
 
 
 class ModelFreeDrafter:
-    """Drafter of tokens that are known without running a model. ``find`` gives them."""
+    """Drafter of tokens that are known without running a model. ``find`` gives them.
+
+    ``RATES`` are their acceptance rates by the quality of the guess, before any is observed.
+    """
+
+    RATES: ClassVar[Mapping[int, float]] = {}
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Return up to ``limit`` tokens, after the number that says how good this guess is: of a
@@ -264,11 +269,13 @@ class PromptLookup(ModelFreeDrafter):
     """Draft by prompt lookup decoding: the tokens that followed the last occurrence of the n-gram
     at the text's end.
 
-    The longest n-gram that occurred before is used, of up to ``LONGEST`` tokens, and its most
+    The longest n-gram that occurred before is used, of up to ``LONGEST_NGRAM`` tokens, and its most
     recent occurrence. No model runs, so a draft costs nothing but its verification.
     """
 
-    LONGEST = 16  # tokens of an n-gram
+    LONGEST_NGRAM = 16  # tokens
+    # α of a token behind an n-gram of each quality
+    RATES: ClassVar = {1: 0.3, 2: 0.5, 3: 0.7, 4: 0.7, 8: 0.8, 16: 0.9}
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Return the length of the n-gram at the end of the text that occurred before, of long ones
@@ -279,7 +286,7 @@ class PromptLookup(ModelFreeDrafter):
         """
         string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
         length = after = 0
-        for size in range(1, min(self.LONGEST, len(string) - 1) + 1):
+        for size in range(1, min(self.LONGEST_NGRAM, len(string) - 1) + 1):
             # an occurrence needs at least one token after it
             begin = string.rfind(string[-size:], 0, -1)
             if begin < 0:

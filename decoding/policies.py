@@ -69,16 +69,16 @@ class AdaptiveExit(Policy):
         return confidence >= self.threshold
 
     def observe(self, round: Round) -> None:
-        drafted = len(round.drafted) if self.was_asked else 0
+        count = len(round.drafted) if self.was_asked else 0
         self.was_asked = False
-        if not drafted:
+        if not count:
             return
-        accepted = round.accepted / drafted
+        accepted = round.accepted / count
         self.rate = self.RATE_MEMORY * self.rate + (1 - self.RATE_MEMORY) * accepted
         moved = self.threshold
         if self.rate < self.ALPHA:
             moved += self.step
-        elif drafted < self.gamma:
+        elif count < self.gamma:
             moved -= self.step
         self.threshold = (
             self.THRESHOLD_MEMORY * self.threshold + (1 - self.THRESHOLD_MEMORY) * moved

@@ -35,6 +35,8 @@ def compute(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor
         return function(rows, *more)
     try:
         return by_compiled_code(compiled(function), rows, *more)
+    except torch.OutOfMemoryError:  # says nothing of the compiler
+        raise
     except Exception as error:  # of compilers and drivers
         NOT_COMPILED.add(function)
         logging.getLogger(__name__).warning(
@@ -67,8 +69,7 @@ def first_least(numbers: Tensor) -> Tensor:
     least, places = chunks_of(numbers, COMPARED, math.inf).min(-1)
     chunk = least.argmin(-1, keepdim=True)
     # a row of infinities must not give a place of the padding
-    last = numbers.shape[-1] - 1
-    return (chunk * COMPARED + places.gather(-1, chunk))[..., 0].clamp(max=last)
+    return (chunk * COMPARED + places.gather(-1, chunk))[..., 0].clamp(max=numbers.shape[-1] - 1)
 
 
 def running_sums(numbers: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from decoding.rows import compute, first_least, running_sums
 from model.errors import InputError
 
-# On a CPU the filters see the tokens whose scores are at most this far below the largest: the next
-# distance where these are too few.
+# On a CPU the filters see the tokens whose scores are at most this far below the largest: at the
+# first distance that has enough of them.
 DISTANCES = *range(4, 16, 2), math.inf
 
 
@@ -41,7 +41,11 @@ class SamplingParams:
         # Each condition is written so that NaN fails it.
         for name, is_valid, wanted in (
             ("temperature", 0 <= self.temperature < math.inf, "at least 0 and finite"),
-            ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
+            (
+                "top_k",
+                isinstance(self.top_k, int) and self.top_k >= 0,
+                "a whole number of at least 0 (0: off)",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6"),
@@ -64,6 +68,18 @@ class Filters(NamedTuple):
     top_p: float | None
     min_p: float | None
 
+    @classmethod
+    def of(cls, params: SamplingParams, vocab: int, dtype: torch.dtype) -> "Filters":
+        """Return the filters of these parameters for scores ``[rows, vocab]`` of this dtype."""
+        limits = torch.finfo(dtype)
+        temperature = min(max(params.temperature, limits.tiny), limits.max)
+        return cls(
+            temperature=temperature if params.temperature else None,
+            top_k=float(min(params.top_k, vocab)) or None,
+            top_p=params.top_p if params.top_p < 1 else None,
+            min_p=params.min_p or None,
+        )
+
 
 def distribution(
     logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None
@@ -84,19 +100,8 @@ def distribution(
         # The smaller of the score and -inf or inf: vectorised, unlike masked_fill. A NaN stays.
         ceiling = allowed.view(torch.uint8).to(scores.dtype).sub_(0.5).mul_(math.inf)
         scores = torch.minimum(scores, ceiling)
-    temperature = None
-    if params.temperature:
-        # Subtracting the largest score changes no probability, and prevents overflow at a tiny
-        # temperature.
-        limits = torch.finfo(wide)
-        temperature = min(max(params.temperature, limits.tiny), limits.max)
-    filters = Filters(
-        temperature,
-        float(min(params.top_k, logits.shape[-1])) or None,
-        params.top_p if params.top_p < 1 else None,
-        params.min_p or None,
-    )
     scores = scores.to(wide)
+    filters = Filters.of(params, scores.shape[-1], wide)
     if scores.device.type == "cpu":
         return torch.from_numpy(probabilities_by_few(scores.numpy(), filters))
     return compute(probabilities, scores, *filters)
@@ -127,17 +132,26 @@ def penalised(scores: Tensor, context: Tensor, params: SamplingParams) -> Tensor
     return scores - params.frequency_penalty * counts - params.presence_penalty * once
 
 
-def probabilities(scores: Tensor, *numbers: float | None) -> Tensor:
+def probabilities(
+    scores: Tensor,
+    temperature: float | None,
+    top_k: float | None,
+    top_p: float | None,
+    min_p: float | None,
+) -> Tensor:
     """Return the probabilities of scores ``[rows, vocab]``, in their dtype: see ``distribution``.
-    ``numbers`` are those of ``Filters``.
+
+    The numbers are those of ``Filters``, one by one, since ``compute`` makes each a tensor.
     """
-    filters = Filters(*numbers)
+    filters = Filters(temperature, top_k, top_p, min_p)
     largest = scores.amax(-1, keepdim=True)  # or a NaN
-    if filters.temperature is None:
+    if temperature is None:
         ids = torch.arange(scores.shape[-1], device=scores.device)
         is_likeliest = ids == first_least(-scores)[:, None]
         return is_likeliest.logical_and(largest.isfinite()).to(scores.dtype)
-    probs = softmax(filtered((scores - largest) / filters.temperature, filters))
+    # Subtracting the largest score changes no probability, and prevents overflow at a tiny
+    # temperature.
+    probs = softmax(filtered((scores - largest) / temperature, filters))
     return torch.where(largest.isfinite(), probs, 0.0)
 
 
@@ -148,7 +162,10 @@ def softmax(scores: Tensor) -> Tensor:
 
 
 def filtered(scores: Tensor, filters: Filters) -> Tensor:
-    """Return the scores after the filters: a removed token has score -inf."""
+    """Return the scores after the filters: a removed token has score -inf.
+
+    A filter must be known to ``candidates`` too.
+    """
     if filters.top_k is not None:
         descending = scores.sort(dim=-1, descending=True).values
         places = torch.arange(scores.shape[-1], device=scores.device)
@@ -163,9 +180,25 @@ def filtered(scores: Tensor, filters: Filters) -> Tensor:
     return scores
 
 
+def unlikely(probs: Tensor, mass: float) -> Tensor:
+    """Return the mask, bool ``[rows, vocab]``, of the most tokens whose probabilities sum to at
+    most ``mass``, least likely first.
+
+    Of equally likely tokens, the one with the smaller id comes first. The likeliest token is never
+    in the mask.
+    """
+    ascending, order = probs.sort(dim=-1, stable=True)
+    removed = running_sums(ascending) <= mass
+    removed[..., -1] = False
+    return torch.zeros_like(removed).scatter(-1, order, removed)
+
+
+# The twin of `probabilities` on a CPU. It assumes that a filter removes the less likely tokens.
+
+
 def probabilities_by_few(scores: np.ndarray, filters: Filters) -> np.ndarray:
-    """Compute ``probabilities`` on a CPU, row by row on one thread, with filters that see few
-    tokens.
+    """Return the probabilities of scores on a CPU: the twin of ``probabilities``, row by row on one
+    thread, whose filters see few tokens.
 
     A top-p row of 49,152 tokens takes .11 ms here and 3.8 by torch's sort, half a plain step. Torch
     would also divide a row among threads, which is much slower where another program has taken one
@@ -192,37 +225,26 @@ def candidates(scores: np.ndarray, filters: Filters) -> tuple[np.ndarray | slice
     """Return the ids of a row's few tokens that may pass the filters, and the filters of these.
 
     Every token that passes all filters must be among the few, and pass all filters of the few. They
-    are the tokens within some distance of the largest score, 0: at least k under top-k, else enough
-    for top-p or min-p. Top-p is divided by their share of all probability; under top-k it counts
-    among the k likeliest tokens alone.
+    are the tokens within some distance of the largest score, 0: so a filter must not remove a token
+    and keep a less likely one. At least k of them are needed under top-k, else enough for top-p or
+    min-p. Top-p is divided by their share of all probability; under top-k it counts among the k
+    likeliest tokens alone.
     """
-    if not any(filters[1:]):
+    _, top_k, top_p, min_p = filters  # a filter that is not known here is an error
+    if not (top_k or top_p or min_p):
         return slice(None), filters
-    weights = np.exp(scores) if filters.top_p and not filters.top_k else None
+    weights = np.exp(scores) if top_p and not top_k else None
     of_few = filters
     for distance in DISTANCES:
         ids = np.flatnonzero(scores >= -distance)
         if weights is not None:
             mass = (weights[ids].sum() / weights.sum()).item()
-            of_few = filters._replace(top_p=filters.top_p / mass)
-            enough = mass >= filters.top_p
-        elif filters.top_k:
-            enough = len(ids) >= filters.top_k
+            of_few = filters._replace(top_p=top_p / mass)
+            enough = mass >= top_p
+        elif top_k:
+            enough = len(ids) >= top_k
         else:
-            enough = math.exp(-distance) < filters.min_p
+            enough = math.exp(-distance) < min_p
         if enough:
             break
     return ids, of_few
-
-
-def unlikely(probs: Tensor, mass: float) -> Tensor:
-    """Return the mask, bool ``[rows, vocab]``, of the most tokens whose probabilities sum to at
-    most ``mass``, least likely first.
-
-    Of equally likely tokens, the one with the smaller id comes first. The likeliest token is never
-    in the mask.
-    """
-    ascending, order = probs.sort(dim=-1, stable=True)
-    removed = running_sums(ascending) <= mass
-    removed[..., -1] = False
-    return torch.zeros_like(removed).scatter(-1, order, removed)

@@ -4,20 +4,24 @@ Knows nothing of files, options, tokenizers and clocks.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoding.drafters import Draft, Drafter
-from decoding.model_port import Model
+from decoding.model_port import Cache, Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import DeadEnd, Text
 from decoding.verify import Verify, verify_by_ratio
-from model.errors import NON_FINITE, InputError
+from model.errors import InputError
+
+NON_FINITE = (
+    "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its"
+    " numbers are too large for its dtype: fetch it again, or give --dtype bfloat16 or float32"
+)
 
 # A callback that records each round's logits of the target, [k + 1, vocab]; called after the round.
 Observer = Callable[[Tensor], None]
@@ -26,7 +30,7 @@ Observer = Callable[[Tensor], None]
 @torch.inference_mode()
 def speculate(
     target: Model,
-    cache: Any,
+    cache: Cache,
     text: Text,
     drafter: Drafter,
     policy: Policy,
@@ -50,7 +54,8 @@ def speculate(
     cache.truncate(len(text) - 1)
     drafter.rollback(len(text))
     while text.finish is None:
-        # The cache holds every token of the text but the last. The steps are those of the chapter:
+        # The cache holds every token of the text but the last. These steps are outlined in
+        # docs/how_it_works.md, "The loop".
         # 1. Draft up to γ tokens, each with the distribution that it was drawn from.
         position = len(text)
         context = text.tensor()  # before the draft, for which the copy to a GPU would wait
@@ -103,11 +108,11 @@ def read_verdict(
         row = logits.index_select(0, accepted[None])[0]
         facts.append(torch.softmax(row.float(), dim=-1).take(token[None]))
     read = torch.cat(facts).tolist()
-    *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
+    *drafted, count, next_token = map(int, read[: len(draft.tokens) + 2])
     probability, *confidence = read[len(draft.tokens) + 2 :]
     kept = drafted[:count]
     if probability or probs[count].any():
-        kept.append(number)
+        kept.append(next_token)
     elif not kept:
         if not logits[0].amax().isfinite():
             raise InputError(NON_FINITE)

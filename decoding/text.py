@@ -97,7 +97,9 @@ class Text:
 
     ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text includes the token
     that ended it (the end-of-text token, or the one that completed the stop string), while
-    ``written`` ends before the stop string.
+    ``written`` ends before the stop string. ``longest`` is the most tokens that the text can have,
+    by the token budget and the model's context. Raises InputError for a prompt without tokens, and
+    for one that fills the context.
     """
 
     def __init__(
@@ -107,11 +109,15 @@ class Text:
         target: Model,
         token_bytes: TokenBytes = lambda token: b"",
     ) -> None:
+        if not 0 < len(prompt) < target.max_positions:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens: give one of at least 1, and of fewer than"
+                f" the model's context, {target.max_positions}"
+            )
         self.conditions = conditions
         self.token_bytes = token_bytes
         self.vocab_size = target.vocab_size
         self.device = target.device
-        self.max_positions = target.max_positions
         self.stops = [string.encode() for string in conditions.stop_strings]
         self.bans = [string.encode() for string in conditions.banned]
         self.tokens: list[int] = []
@@ -126,8 +132,8 @@ class Text:
             self._append(token)
         self.prompt_length = len(self.tokens)
         self.prompt_bytes = len(self.data)
-        most = max(self.prompt_length, self.longest)
-        self.buffer = torch.empty(most, dtype=torch.int64, device=self.device)  # of tokens
+        self.longest = min(self.prompt_length + conditions.max_new_tokens, target.max_positions)
+        self.buffer = torch.empty(self.longest, dtype=torch.int64, device=self.device)  # of tokens
         self.copied = 0  # the number of tokens that the buffer holds
 
     def __len__(self) -> int:
@@ -150,11 +156,6 @@ class Text:
         return self.longest - len(self)
 
     @property
-    def longest(self) -> int:
-        """Most tokens that the text can have, by the token budget and the model's context."""
-        return min(self.prompt_length + self.conditions.max_new_tokens, self.max_positions)
-
-    @property
     def certain_end(self) -> int:
         """Offset in ``data`` up to which no later token can change the text.
 
@@ -171,9 +172,9 @@ class Text:
             begin = pending(self.bans, self.data, end)
         return pending(self.stops, self.data, end, self.prompt_bytes)
 
-    def place(self, drafted: int = 0) -> Place:
-        """Return the place of the next draw, after ``drafted`` tokens not yet in the text."""
-        return Place(len(self) + drafted, self.retractions)
+    def place(self, ahead: int = 0) -> Place:
+        """Return the place of the next draw, ``ahead`` drafted tokens behind the text."""
+        return Place(len(self) + ahead, self.retractions)
 
     def tensor(self) -> Tensor:
         """Return the tokens ``[n]`` int64 on the target's device: a view that is valid until the

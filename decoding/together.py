@@ -11,18 +11,19 @@ Knows nothing of files, options and clocks. No other file of this folder knows o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from decoding.drafters import Draft, Wrapper, draft_of
+from decoding.model_port import Cache
 from decoding.text import Text
 from model.decoder import Decoder, chunks
 from model.plan import LayerPlan
 
-FEW = 2  # texts that share steps and still draft: low bits gain 1.41 at two, 1.02 at four
+MOST_DRAFTING = 2  # texts that share steps and still draft: low bits gain 1.41 at two, 1.02 at four
 
 
 class Call(NamedTuple):
@@ -30,7 +31,7 @@ class Call(NamedTuple):
 
     model: Decoder
     tokens: Tensor
-    cache: Any
+    cache: Cache
     start: int
     plan: LayerPlan | None = None
     is_prompt: bool = False
@@ -51,11 +52,11 @@ class Together:
         self.calls: dict[greenlet, Call | None] = target.calls if target else {}
 
     def __call__(
-        self, tokens: Tensor, cache: Any, start: int = 0, plan: LayerPlan | None = None
+        self, tokens: Tensor, cache: Cache, start: int = 0, plan: LayerPlan | None = None
     ) -> Tensor:
         return getcurrent().parent.switch(Call(self.model, tokens, cache, start, plan))
 
-    def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None:
+    def prefill(self, tokens: Tensor, cache: Cache, start: int = 0) -> None:
         """Read the tokens in chunks, between which the other texts take steps."""
         for chunk, chunk_start in chunks(tokens, start):
             call = Call(self.model, chunk, cache, chunk_start, is_prompt=True)
@@ -127,7 +128,7 @@ class Together:
 
 @dataclass
 class ForFew(Wrapper):
-    """Drafter that drafts nothing while more than ``FEW`` texts share the steps.
+    """Drafter that drafts nothing while more than ``MOST_DRAFTING`` texts share the steps.
 
     For greedy texts and the race, which no draft length changes. Under the ratio rule a draft
     length decides which random numbers a token is drawn with, so a text drafts as it would alone.
@@ -137,4 +138,4 @@ class ForFew(Wrapper):
 
     def instead(self, text: Text, limit: int) -> Draft | None:
         """Return an empty draft while there are too many texts."""
-        return draft_of(text, ()) if len(self.together.calls) > FEW else None
+        return draft_of(text, ()) if len(self.together.calls) > MOST_DRAFTING else None

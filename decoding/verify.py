@@ -7,6 +7,7 @@ randomness that it is given.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,10 +121,18 @@ def in_ratio(
 
 Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]
 
-RULES: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
-    "ratio": (SeededRandomness, verify_by_ratio),
-    "race": (KeyedRandomness, verify_by_race),
-    "block": (SeededRandomness, verify_by_block),
+
+class RuleParts(NamedTuple):
+    """Source of random draws, from seed, device and sample, and the verification by its draws."""
+
+    new_randomness: Callable[[int, torch.device | str, int], Randomness]
+    verify: Verify
+
+
+RULES = {
+    "ratio": RuleParts(SeededRandomness, verify_by_ratio),
+    "race": RuleParts(KeyedRandomness, verify_by_race),
+    "block": RuleParts(SeededRandomness, verify_by_block),
 }
 
 
@@ -140,9 +149,9 @@ class Rule:
 
     def randomness(self, device: torch.device | str = "cpu") -> Randomness:
         """Return a fresh source of randomness for one text."""
-        return RULES[self.name][0](self.seed, device, self.sample)
+        return RULES[self.name].new_randomness(self.seed, device, self.sample)
 
     @property
     def verify(self) -> Verify:
         """The rule that goes with this randomness."""
-        return RULES[self.name][1]
+        return RULES[self.name].verify

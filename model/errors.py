@@ -3,11 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NON_FINITE = (
-    "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its"
-    " numbers are too large for its dtype: fetch it again, or give --dtype bfloat16 or float32"
-)
-
 
 class InputError(ValueError):
     """Wrong input: a file, an option, a prompt, a model that does not fit.

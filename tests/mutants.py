@@ -209,7 +209,7 @@ MUTANTS = [
         "a greedy draft is verified as if it were sampled",
         drafters.ModelDrafter,
         "propose",
-        "randomness.draw(probs[0], text.place(drafted))[None]",
+        "randomness.draw(probs[0], text.place(count))[None]",
         "probs[0].argmax()[None]",
         law(SAMPLED),
     ),
@@ -461,8 +461,8 @@ MUTANTS = [
         "the draft races with other exponentials than the target",
         drafters.ModelDrafter,
         "propose",
-        "text.place(drafted)",
-        "text.place(drafted + 1000)",
+        "text.place(count)",
+        "text.place(count + 1000)",
         test_race.test_a_draft_is_kept_as_often_as_shared_exponentials_make_it,
     ),
     Mutant(
@@ -493,8 +493,8 @@ MUTANTS = [
         "draft and residual share their random numbers under the ratio rule",
         verify.Rule,
         "randomness",
-        "return RULES[self.name][0](self.seed, device, self.sample)",
-        "randomness = RULES[self.name][0](self.seed, device, self.sample)\n"
+        "return RULES[self.name].new_randomness(self.seed, device, self.sample)",
+        "randomness = RULES[self.name].new_randomness(self.seed, device, self.sample)\n"
         "    randomness.draw = KeyedRandomness(self.seed, device, self.sample).draw\n"
         "    return randomness",
         of(test_race.test_over_seeds_the_first_token_has_the_targets_law, "ratio"),

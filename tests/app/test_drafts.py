@@ -171,7 +171,7 @@ def test_costs_are_measured_where_no_draft_length_can_change_a_text(
     session = load("tiny-llama", draft="auto", max_new_tokens=4, seed=0, **options)
     texts = {session.write(PROMPT).text for _ in range(2)}
     assert measured == [len(session.encode(PROMPT)) - 1] * granted, "behind the prompt"
-    assert granted == bool(session.offers.estimates.rates) and len(texts) == 1
+    assert granted == bool(session.offers.estimates.rates_by_kind) and len(texts) == 1
 
 
 @pytest.mark.parametrize("coupling", ["race", "ratio"])
@@ -189,7 +189,9 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     counted = [costs_at(length) for length in (5, 8, 9, 32, 33, 64)]
     assert {costs.timed for costs in counted} == {coupling == "race"}
     short = ["low bits", "plan"]  # a plan's own window is its maker's choice
-    assert [[*costs.steps] for costs in counted] == [short] * 4 + [[*short, "low bits, newest"]] * 2
+    assert [[*costs.step_costs] for costs in counted] == [short] * 4 + [
+        [*short, "low bits, newest"]
+    ] * 2
     assert [a != b for a, b in pairwise(counted)] == [False, True, True, True, False]
     texts = [session.write(PROMPT, draft=draft).tokens for draft in ("auto", "auto", "none")]
     assert texts[0] == texts[1] and (coupling == "ratio" or texts[0] == texts[2])

@@ -161,13 +161,13 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
     expected = tokens[max(found)[1] :][:limit] if found else []
     text = text_of(tokens, vocab=65537)
     rest = SamplingParams(), FixedLength(5), SeededRandomness(0)
-    with patch.object(PromptLookup, "LONGEST", longest):
+    with patch.object(PromptLookup, "LONGEST_NGRAM", longest):
         draft = PromptLookup().propose(text, limit, *rest)
     assert draft.tokens.tolist() == expected and draft.probs.shape == (len(expected), 65537)
     assert draft.probs.sum().item() == len(expected)
 
 
-@pytest.mark.parametrize(("copied", "quality"), [(1, 1), (3, 3), (7, 4), (15, 8), (40, 16)])
+@pytest.mark.parametrize(("copied", "quality"), [(1, 1), (2, 2), (3, 3), (7, 4), (15, 8), (40, 16)])
 def test_the_quality_of_a_lookup_is_its_ngrams_length_rounded_down(
     copied: int, quality: int
 ) -> None:
@@ -175,3 +175,4 @@ def test_the_quality_of_a_lookup_is_its_ngrams_length_rounded_down(
     words = [*range(100, 100 + copied)]
     text = text_of([*words, 1, 2, *words], vocab=200)
     assert PromptLookup().find(text, 2) == (quality, [1, 2])
+    assert quality in PromptLookup.RATES

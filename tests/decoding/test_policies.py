@@ -11,9 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decoding.auto import LONGEST, Auto, Costs, Estimates, measured_costs
+from decoding.auto import MOST_DRAFTED, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Draft, PromptLookup, draft_of
-from decoding.policies import AdaptiveExit, ConfidenceGate
+from decoding.policies import AdaptiveExit, ConfidenceGate, Policy
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Text
@@ -55,6 +55,8 @@ def test_the_gate_closes_after_an_unsure_token_and_else_is_its_inner_policy() ->
         assert not policy.keep_drafting(0.69)
         policy.observe(a_round(2, 1, target_confidence=confidence))
         assert (policy.draft_length(), inner.rate) == (length, rate)
+    for name in {"gamma", *vars(Policy)} - vars(ConfidenceGate).keys():
+        assert name.startswith("_") or getattr(policy, name) == getattr(inner, name), "forwarded"
 
 
 # --draft auto
@@ -81,7 +83,7 @@ def auto(step: float, row: float = 0.05, credit: float = math.inf, **more: Any) 
 
 def round_of(policy: Auto, accepts: int, tokens: Sequence[int] = (1, 2, 3)) -> int:
     """Length of the draft of the next round of a text, with this number accepted at most."""
-    draft = policy.propose(text_of([*tokens]), LONGEST, SamplingParams(), policy, None)
+    draft = policy.propose(text_of([*tokens]), MOST_DRAFTED, SamplingParams(), policy, None)
     length = len(draft.tokens)
     policy.observe(a_round(length, min(length, accepts)))
     return length
@@ -119,11 +121,11 @@ def test_auto_takes_the_best_length_where_confidence_says_nothing(rate: float, c
     """A draft ends where another token is expected to bring less than its cost is worth."""
     speedups = [
         sum(rate**kept for kept in range(length + 1)) / (1 + length * cost)
-        for length in range(LONGEST + 1)
+        for length in range(MOST_DRAFTED + 1)
     ]
     for by_confidence in (True, False):
         policy = auto(cost, 0.0, by_confidence=by_confidence, priors={"model": rate})
-        policy.rates("model").PRIOR_WEIGHT = 1e9
+        policy.rates_of("model").PRIOR_WEIGHT = 1e9
         assert round_of(policy, 0) == speedups.index(max(speedups))
 
 
@@ -135,7 +137,7 @@ def test_drafts_stop_where_their_rounds_take_longer_than_their_steps(
     monkeypatch.setattr("decoding.auto.perf_counter", lambda: now)
     drafted = []
     for of_round in (0.0, 0.8):
-        costs = Costs({"model": 0.3}, 0.05, timed=True, plain=deque([1.0]))
+        costs = Costs({"model": 0.3}, 0.05, timed=True, plain_seconds=deque([1.0]))
         policy = Auto({"model": Always()}, lambda length, costs=costs: costs)
         drafted.append(0)
         for number in range(100):
@@ -149,10 +151,14 @@ def test_drafts_stop_where_their_rounds_take_longer_than_their_steps(
 
 
 def test_a_round_that_costs_more_than_the_credit_is_not_made_where_its_rows_are_free() -> None:
-    costs = Costs({}, 0.0, timed=True, beyond={"lookup": 0.75})
+    costs = Costs({}, 0.0, timed=True, overheads={"lookup": 0.75})
     policy = Auto({"lookup": PromptLookup()}, lambda length: costs, Estimates(credit=0.04))
     assert round_of(policy, 0, [1, 2, 3, 1, 2, 3]) == 0
     assert round_of(policy, 0, [1, 2, 3]) == 0, "nothing is offered"
+
+
+def test_the_longest_draft_may_be_none() -> None:
+    assert [auto(0.05, longest=longest).draft_length() for longest in (0, 3, None)] == [0, 3, 7]
 
 
 def test_a_round_whose_draft_was_not_asked_for_is_not_timed() -> None:
@@ -161,7 +167,7 @@ def test_a_round_whose_draft_was_not_asked_for_is_not_timed() -> None:
     policy = Auto({"model": Always()}, lambda length: costs, Estimates(credit=0.0))
     round_of(policy, 0)
     policy.observe(a_round(0, 0))
-    assert len(costs.plain) == 1
+    assert len(costs.plain_seconds) == 1
 
 
 def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> None:
@@ -171,7 +177,7 @@ def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> N
         policy = auto(0.25)
         policy.drafters["model"].confidence = sure
         for confidence in (0.9, 0.3) * 20:
-            policy.rates("model").learn([confidence], int(confidence > 0.5))
+            policy.rates_of("model").learn([confidence], int(confidence > 0.5))
         lengths.append(round_of(policy, 0))
     assert lengths[0] > 1 == lengths[1]
 
@@ -183,7 +189,7 @@ def test_auto_learns_of_a_lookup_that_was_not_taken() -> None:
         policy.estimates.credit = 0.0
         policy.propose(text_of([4, 0, 0, 0, 4]), 3, SamplingParams(), policy, None)
         policy.observe(Round(5, [], 0, [0]))
-    assert policy.rates("lookup 1").mean() > 0.5
+    assert policy.rates_of("lookup 1").mean() > 0.5
 
 
 def test_the_draft_of_the_largest_expected_speedup_is_taken_and_the_other_tried_again() -> None:
@@ -198,7 +204,7 @@ def test_the_draft_of_the_largest_expected_speedup_is_taken_and_the_other_tried_
         policy.observe(a_round(length, 0 if number < 5 else length))
     assert names[0] == "low bits"
     assert "plan" in names[:6], "it is tried where the other one fails"
-    rate = policy.rates("low bits").mean()
+    rate = policy.rates_of("low bits").mean()
     assert rate == pytest.approx(0.9, abs=0.02), "bad luck at the start is forgotten"
 
 
@@ -206,7 +212,7 @@ def test_a_round_that_another_drafter_drafted_teaches_nothing_and_counts_its_row
     """As where a grammar forces tokens."""
     policy = auto(0.2, 0.1, credit=1.0)
     policy.observe(a_round(4, 4))
-    assert policy.estimates.rates == {}
+    assert policy.estimates.rates_by_kind == {}
     assert policy.estimates.credit == pytest.approx(1 + 5 * 1.02 - 1.4)
 
 
@@ -219,6 +225,6 @@ def test_measuring_costs_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPa
     keys = [layer[:, :, :2].clone() for layer in cache.keys]
     plans = {f"exit {layer}": LayerPlan.early_exit(3, layer) for layer in (1, 2)}
     costs = measured_costs(model, cache, plans)
-    assert cache.lengths == [2, 2, 2] and costs.row >= 0 and min(costs.steps.values()) > 0
+    assert cache.lengths == [2, 2, 2] and costs.row_cost >= 0 and min(costs.step_costs.values()) > 0
     assert not any(before and plan for before, plan in pairwise(asked))
     assert all(torch.equal(a, b[:, :, :2]) for a, b in zip(keys, cache.keys, strict=True))

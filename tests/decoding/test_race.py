@@ -89,7 +89,9 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
 def complements_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
     """1 - u of every id at a place, ``[vocab]``, in units of 2⁻⁵³."""
     key = race.signed(race.mix(randomness.key, *place))
-    return race.complements(race.hashed(torch.arange(vocab) * race.signed(race.GOLDEN) + key))
+    return race.complements(
+        race.hash_in_place(torch.arange(vocab) * race.signed(race.GOLDEN) + key)
+    )
 
 
 def test_exponentials_are_independent_between_places_seeds_and_samples() -> None:
@@ -124,13 +126,13 @@ def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() ->
 def test_the_hash_is_splitmix64() -> None:
     """From state 0 it begins with these numbers (the published test vector)."""
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    found = race.hashed(torch.arange(1, 4) * race.signed(race.GOLDEN))
+    found = race.hash_in_place(torch.arange(1, 4) * race.signed(race.GOLDEN))
     assert [number % 2**64 for number in found.tolist()] == expected
 
 
 def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where u = 1 throughout, so that every E is 0."""
-    monkeypatch.setattr("decoding.race.hashed", lambda counters: counters * 0 - 1)
+    monkeypatch.setattr("decoding.race.hash_in_place", lambda counters: counters * 0 - 1)
     for possible in (
         [0.0, 0.5, 0.5],
         [0.0, *torch.full((race.FEW + 9,), 1 / race.FEW / 2), 0.0, 0.5],

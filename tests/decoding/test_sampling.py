@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 )
 
 from decoding.race import race_at
+from decoding.randomness import inverse_cdf
 from decoding.rows import (
     ADDED,
     COMPARED,
@@ -158,6 +159,7 @@ def test_a_row_with_a_non_finite_number_or_without_a_possible_token_is_all_zeros
     [
         {"temperature": math.nan},
         {"top_k": -1},
+        {"top_k": 1.5},
         {"top_p": 0.0},
         {"top_p": math.nan},
         {"min_p": math.nan},
@@ -278,9 +280,13 @@ def test_sampling_is_one_graph_for_any_rows_and_numbers(
 def test_a_function_that_does_not_compile_is_called_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A lack of memory is no failure of the compiler."""
     monkeypatch.setattr("decoding.rows.NOT_COMPILED", set())
     monkeypatch.setattr("decoding.rows.compiled", Mock(side_effect=RuntimeError("no\n Triton")))
     given = torch.empty(2, 9, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
     for _ in range(2):
         assert compute(race_at, *given).shape == (2,)
+    monkeypatch.setattr("decoding.rows.compiled", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        compute(inverse_cdf, *given)
     assert caplog.messages == ["[race_at runs uncompiled: RuntimeError: no Triton]"]

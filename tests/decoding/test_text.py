@@ -81,6 +81,11 @@ def test_a_string_that_no_text_can_hold_is_refused(condition: str, strings: Any)
     assert refusal(Conditions, 9, **{condition: strings})
 
 
+@pytest.mark.parametrize("tokens", [0, 4, 5])
+def test_a_prompt_without_tokens_and_one_that_fills_the_context_are_refused(tokens: int) -> None:
+    assert f"has {tokens} tokens" in refusal(text_of, [0] * tokens, positions=4)
+
+
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
     """An interrupted stream shows it."""
     text = text_of([0], Conditions(9, banned=["bb"]), PIECES.__getitem__)

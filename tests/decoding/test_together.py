@@ -15,7 +15,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Conditions, DeadEnd, Text
-from decoding.together import FEW, ForFew, Together
+from decoding.together import MOST_DRAFTING, ForFew, Together
 from decoding.verify import RULES, Rule
 from model.decoder import Decoder
 from model.errors import InputError
@@ -153,7 +153,7 @@ def test_many_texts_draft_nothing_except_where_that_would_change_them(rule: str)
     model = MODELS["llama"]
     wanted = [
         Job([1, 2, 3], Conditions(24 if seed == 0 else 6), "exit", rule=Rule(rule, seed))
-        for seed in range(FEW + 1)
+        for seed in range(MOST_DRAFTING + 1)
     ]
     together(model, wanted, for_few=rule == "race")
     found = [alone(model, job) for job in wanted]
