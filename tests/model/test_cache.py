@@ -174,6 +174,15 @@ def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(
         model(torch.arange(count)[None], cache, start)
 
 
+@pytest.mark.parametrize("prepare", PREPARED.values(), ids=PREPARED.keys())
+def test_a_plan_of_another_number_of_layers_is_refused_before_the_cache_changes(prepare):
+    model = prepare(random_model(small(vocab_size=VOCAB)))
+    cache = model.new_cache(6)
+    with pytest.raises(ValueError, match="a plan of 2 layers is for another model: this one has 3"):
+        model(torch.arange(3)[None], cache, 0, LayerPlan.full(2))
+    assert cache.lengths == [0, 0, 0]
+
+
 def test_a_refused_write_changes_no_layers_length() -> None:
     cache = KVCache(3, (1, 1, 6, 4), torch.float32, torch.device("cpu"))
     cache.claim([0, 2], 0, 4)

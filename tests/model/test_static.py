@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from model.cache import static_capacity
 from model.fast import gpu
 from model.plan import FULL, LayerPlan
-from model.steps import Steps, static_capacity
+from model.steps import Steps
 from tests.configs import FAMILIES, small
 from tests.laws import plans, random_model, tiny_model
 
@@ -184,6 +185,14 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     assert model.trouble.startswith("steps run without CUDA graphs: " + said)
     assert model.abilities.why_rows_vary == Steps.abilities.why_rows_vary
     assert "\n" not in model.trouble and not hasattr(model.new_cache(5), "static")
+
+
+def test_tokens_of_another_batch_are_refused_and_steps_stay_static() -> None:
+    model = static()
+    cache = model.new_cache(20)
+    with pytest.raises(ValueError, match=r"a cache for 1 texts .* does not fit 2 texts"):
+        model(TOKENS[:, :4].view(2, 2), cache, 0)
+    assert model.trouble is None and cache.length == 0
 
 
 @torch.inference_mode()
