@@ -43,6 +43,19 @@ class Steps:
         blocks have none.
         """
 
+    def check(self, plan: LayerPlan, tokens: Tensor, cache: KVCache, start: int) -> None:
+        """Raise ValueError unless tokens ``[batch, T]`` at ``start`` fit the cache.
+
+        Faster steps ask first: they write by address, or would take it for an error of a driver.
+        """
+        entries = cache.keys[0]
+        if len(tokens) != len(entries) or entries.dtype != self.dtype:
+            raise ValueError(
+                f"a cache for {len(entries)} texts in {entries.dtype} does not fit {len(tokens)}"
+                f" texts of a model in {self.dtype}: take one of its new_cache"
+            )
+        cache.check(plan.attention_layers, start, tokens.shape[1])
+
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
     ) -> list[Tensor]:

@@ -8,12 +8,10 @@ passed over for lack of a compiler is logged as a warning, which Python prints o
 import logging
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from model.cache import KVCache
 from model.decoder import Decoder
 from model.errors import InputError
-from model.plan import LayerPlan
 from model.steps import Steps
 
 
@@ -30,18 +28,6 @@ class PreparedDecoder(Steps):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self).get("model"), name)
-
-    def check(self, plan: LayerPlan, tokens: Tensor, cache: KVCache, start: int) -> None:
-        """Raise ValueError unless tokens ``[batch, T]`` at ``start`` fit the cache, before a step
-        writes there by address.
-        """
-        entries = cache.keys[0]
-        if len(tokens) != len(entries) or entries.dtype != self.dtype:
-            raise ValueError(
-                f"a cache for {len(entries)} texts in {entries.dtype} does not fit {len(tokens)}"
-                f" texts of a model in {self.dtype}: take one of its new_cache"
-            )
-        cache.check(plan.attention_layers, start, tokens.shape[1])
 
 
 def accelerate(model: Decoder) -> Decoder | PreparedDecoder:

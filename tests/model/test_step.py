@@ -526,15 +526,12 @@ def test_in_other_dtypes_the_readable_blocks_run(dtype: torch.dtype) -> None:
     assert accelerate(model) is model and isinstance(accelerate(model.float()), cpu.FastDecoder)
 
 
-def test_a_structure_has_the_fields_that_the_step_declares_and_no_others() -> None:
+def test_structures_and_functions_are_those_that_the_step_declares_and_no_others() -> None:
     names = [name for name, _ in library.structure("Text")._fields_]
     assert names == ["entries", "rows", "start", "head_bytes"]
     with pytest.raises(AttributeError):
         library.structure("Text")(row=1)
-
-
-def test_arguments_in_another_order_than_the_step_declares_are_refused() -> None:
-    with pytest.raises(ctypes.ArgumentError):
+    with pytest.raises(ctypes.ArgumentError):  # two in the wrong order
         library.library().attend(cpu.CText(), cpu.CAttention(), 0, 0, 0)
 
 
