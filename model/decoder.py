@@ -103,9 +103,11 @@ class Decoder(Steps, nn.Module):
 
         The T tokens have positions ``[start, start + T)``, and their keys and values are written
         there. Without a cache the tokens attend to each other only. Raises ValueError as
-        ``LayerPlan.of`` and ``KVCache.claim`` do.
+        ``LayerPlan.of`` and ``check`` do.
         """
         plan = LayerPlan.of(self.num_layers, plan)
+        if cache is not None:
+            self.check(plan, tokens, cache, start)
         x = self.embed(tokens)
         attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
         positions = layer_positions(self.config, start, tokens.shape[1], x, attend)

@@ -46,7 +46,7 @@ class Steps:
     def check(self, plan: LayerPlan, tokens: Tensor, cache: KVCache, start: int) -> None:
         """Raise ValueError unless tokens ``[batch, T]`` at ``start`` fit the cache.
 
-        Faster steps ask first: they write by address, or would take it for an error of a driver.
+        Every model asks this before it writes: so a call that is refused has changed nothing.
         """
         entries = cache.keys[0]
         if len(tokens) != len(entries) or entries.dtype != self.dtype:

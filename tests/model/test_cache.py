@@ -175,12 +175,22 @@ def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("prepare", PREPARED.values(), ids=PREPARED.keys())
-def test_a_plan_of_another_number_of_layers_is_refused_before_the_cache_changes(prepare):
+@pytest.mark.parametrize(
+    ("batch", "plan", "message"),
+    [
+        (1, LayerPlan.full(2), "a plan of 2 layers is for another model: this one has 3"),
+        (2, FULL, "a cache for 1 texts .* does not fit 2 texts"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_before_the_cache_changes(
+    batch, plan, message, prepare
+):
+    """And later steps are as fast as before."""
     model = prepare(random_model(small(vocab_size=VOCAB)))
     cache = model.new_cache(6)
-    with pytest.raises(ValueError, match="a plan of 2 layers is for another model: this one has 3"):
-        model(torch.arange(3)[None], cache, 0, LayerPlan.full(2))
-    assert cache.lengths == [0, 0, 0]
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(batch, 3, dtype=torch.int64), cache, 0, plan)
+    assert cache.lengths == [0, 0, 0] and model.trouble is None
 
 
 def test_a_refused_write_changes_no_layers_length() -> None:

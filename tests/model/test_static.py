@@ -187,14 +187,6 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     assert "\n" not in model.trouble and not hasattr(model.new_cache(5), "static")
 
 
-def test_tokens_of_another_batch_are_refused_and_steps_stay_static() -> None:
-    model = static()
-    cache = model.new_cache(20)
-    with pytest.raises(ValueError, match=r"a cache for 1 texts .* does not fit 2 texts"):
-        model(TOKENS[:, :4].view(2, 2), cache, 0)
-    assert model.trouble is None and cache.length == 0
-
-
 @torch.inference_mode()
 def test_a_block_that_does_not_compile_is_captured_uncompiled_and_a_line_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
