@@ -7,6 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+SHORTEST = 1024  # positions of a static cache for a short text
+PADDED_ROWS = 512  # positions after a text in a static cache: more than any static step has rows
+
 
 class KVCache:
     """Keys and values of every layer, written at explicit positions.
@@ -38,11 +41,11 @@ class KVCache:
         """Number of positions that are valid in every layer, where a full pass may continue."""
         return min(self.lengths)
 
-    def claim(self, layers: Collection[int], start: int, count: int) -> None:
-        """Mark ``[start, start + count)`` as the last valid entries of these layers.
+    def check(self, layers: Collection[int], start: int, count: int) -> None:
+        """Raise ValueError if entries of these layers at ``[start, start + count)`` would leave a
+        hole or not fit.
 
-        Raises ValueError if they would leave a hole or not fit, and then changes nothing. These are
-        mistakes of the caller that would otherwise show only as wrong text.
+        These are mistakes of the caller that would otherwise show only as wrong text.
         """
         end = start + count
         if end > self.capacity:
@@ -53,8 +56,15 @@ class KVCache:
                     f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]}"
                     " entries"
                 )
+
+    def claim(self, layers: Collection[int], start: int, count: int) -> None:
+        """Mark ``[start, start + count)`` as the last valid entries of these layers.
+
+        Raises ValueError as ``check`` does, and then changes nothing.
+        """
+        self.check(layers, start, count)
         for layer in layers:
-            self.lengths[layer] = end
+            self.lengths[layer] = start + count
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values ``[batch, kv_heads, T, head_dim]`` at
@@ -86,3 +96,13 @@ class KVCache:
         ):
             target[:, :, :length] = entries[:, :, :length]
         self.lengths = [length] * len(self.lengths)
+
+
+def static_capacity(positions: int) -> int:
+    """Return the positions of a cache for static steps, as a GPU has them: a power of two of
+    ``positions`` or more, and padded rows.
+
+    So the longest context of 131,072 tokens has eight sizes, for each of which steps are captured
+    again.
+    """
+    return max(SHORTEST, 1 << (positions - 1).bit_length()) + PADDED_ROWS

@@ -18,9 +18,9 @@ ACTIVATION_NAMES = {
     "silu": ("hidden_act", ["silu", "swish"]),
     "gelu_pytorch_tanh": ("hidden_activation", ["gelu_pytorch_tanh", "gelu_new"]),
 }
-# Factors that a kind of scaling has, and their defaults; None where a file must have them, but that
-# yarn's factor may follow from the contexts. Dynamic scaling begins beyond the model's context,
-# which no text here reaches.
+# Factors that a kind of scaling has, and their defaults. A file must have those without one (None);
+# for yarn's ``factor`` see ``_rope``. Dynamic scaling begins beyond the model's context, which no
+# text here reaches.
 ROPE_FACTORS: dict[str, dict[str, float | None]] = {
     "default": {},
     "dynamic": {},
@@ -42,12 +42,12 @@ class Family:
     """Row of the table of families.
 
     ``block`` is the readable file that computes it. ``keys`` are the family's defaults for keys
-    that a file may lack. Of the keys in ``UNREAD`` it reads only those named here. ``activation``
-    is that of the MLP. With ``scaled_embedding`` the embeddings are multiplied by √hidden.
-    ``biased`` names the projections of q, k, v and o that have a bias in every checkpoint. With
-    ``head_norms`` each head of q and k is normed before it is rotated. With ``two_ropes`` layers
-    with a window have a rotary embedding of their own. Activations stay in
-    float16's range where the family ``fits_float16``.
+    that a file may lack. Of the keys in ``IF_UNREAD`` it reads only those named here.
+    ``activation`` is that of the MLP. With ``scaled_embedding`` the embeddings are multiplied by
+    √hidden. ``biased`` names the projections of q, k, v and o that have a bias in every checkpoint.
+    With ``head_norms`` each head of q and k is normed before it is rotated. With ``two_ropes``
+    layers with a window have a rotary embedding of their own. Activations stay in float16's range
+    where the family ``fits_float16``.
     """
 
     block: str
@@ -60,8 +60,8 @@ class Family:
     fits_float16: bool = True
 
 
-# Optional keys, with their values in a family that does not read them.
-UNREAD = {
+# Keys that only some families read, with their values in all others, whatever a file says.
+IF_UNREAD = {
     "attention_bias": False,  # of all four projections
     "mlp_bias": False,
     "query_pre_attn_scalar": None,  # the square of 1 / attention scale; None: head_dim
@@ -76,7 +76,7 @@ UNREAD = {
     "sliding_window_pattern": None,
 }
 # Keys whose null is a value. Any other null is as good as no key.
-NULLABLE = {key for key, value in UNREAD.items() if value is None} | {"mscale", "mscale_all_dim"}
+NULLABLE = {key for key, value in IF_UNREAD.items() if value is None} | {"mscale", "mscale_all_dim"}
 # Keys that several families read.
 WINDOWS = {"sliding_window": 4096, "layer_types": None}
 QWEN = WINDOWS | {
@@ -200,12 +200,7 @@ def parse_config(source: Any) -> ModelConfig:
     _one_of(key, source.get(key) or family.activation, names)
     _one_of("is_causal", source.get("is_causal", True), [True])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
-    raw = UNREAD | family.keys
-    raw |= {
-        key: value
-        for key, value in source.items()
-        if (key in family.keys or key not in UNREAD) and (value is not None or key in NULLABLE)
-    }
+    raw = _fields(source, family)
     read = partial(_read, raw)
     hidden_size = read("hidden_size", int)
     heads = read("num_attention_heads", int)
@@ -245,6 +240,21 @@ def parse_config(source: Any) -> ModelConfig:
         ropes=tuple(ropes[kind] for kind in kinds),
         source=source,
     )
+
+
+def _fields(source: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of ``config.json`` as the family reads them, with its defaults.
+
+    The file's value comes before the family's default. A null counts only where it is a value. A
+    key of ``IF_UNREAD`` that the family does not name keeps the value that it has there.
+    """
+    unread = IF_UNREAD.keys() - family.keys
+    given = {
+        key: value
+        for key, value in source.items()
+        if key not in unread and (value is not None or key in NULLABLE)
+    }
+    return IF_UNREAD | family.keys | given
 
 
 def _layer_kinds(raw: dict[str, Any]) -> list[str]:
@@ -300,11 +310,10 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any]) -> Rope:
     _one_of("partial_rotary_factor", read("partial_rotary_factor", float, 1.0), [1])
     context = read("max_position_embeddings", int)
     original = read("original_max_position_embeddings", int, context)
-    extension = context / original if kind == "yarn" else None
-    factors = {
-        name: read(name, float, default or extension)
-        for name, default in ROPE_FACTORS[kind].items()
-    }
+    defaults = ROPE_FACTORS[kind]
+    if kind == "yarn":  # its factor is that of the contexts, unless the file has another
+        defaults = defaults | {"factor": context / original}
+    factors = {name: read(name, float, default) for name, default in defaults.items()}
     if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
         raise InputError("config.json: high_freq_factor must be above low_freq_factor")
     if kind == "yarn":

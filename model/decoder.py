@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.gemma2 import Gemma2Block
-from model.layers import attend_causally, layer_positions
+from model.layers import Attend, attend_causally, layer_positions
 from model.llama import LlamaBlock
 from model.low_bits import PlannedBlocks
 from model.plan import LayerPlan
@@ -51,12 +51,8 @@ class Decoder(Steps, nn.Module):
         self.layers = nn.ModuleList(new_block(config) for _ in range(config.num_layers))
         self.norm = new_block.norm(config.hidden_size, config.norm_eps)
         # ``model.fast`` replaces both by faster ones
-        self.attend: Callable[..., Tensor] = attend_causally  # of prompts
+        self.attend: Attend = attend_causally  # of prompts
         self.planned = PlannedBlocks(self)
-
-    def prepare(self, plan: LayerPlan) -> None:
-        """Make the low-bit copies of a plan now, not while a text is timed."""
-        self(torch.zeros(1, 1, dtype=torch.int64, device=self.device), plan=plan)
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Set a new model's weights: matrices and embedding normal with ``std``, biases 0."""
@@ -106,14 +102,19 @@ class Decoder(Steps, nn.Module):
         ids -> ``[batch, T, hidden]``.
 
         The T tokens have positions ``[start, start + T)``, and their keys and values are written
-        there. Without a cache the tokens attend to each other only.
+        there. Without a cache the tokens attend to each other only. Raises ValueError as
+        ``LayerPlan.of`` and ``check`` do.
         """
-        plan = plan or LayerPlan.full(self.num_layers)
+        plan = LayerPlan.of(self.num_layers, plan)
+        if cache is not None:
+            self.check(plan, tokens, cache, start)
         x = self.embed(tokens)
         attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
         positions = layer_positions(self.config, start, tokens.shape[1], x, attend)
-        for block, place in zip(self.planned.blocks(plan), positions, strict=True):
-            x = block(x, place, cache)
+        for (block, attention, mlp), place in zip(
+            self.planned.blocks(plan), positions, strict=True
+        ):
+            x = block(x, place, cache, attention=attention, mlp=mlp)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:

@@ -6,9 +6,10 @@ least float32 (``wide_dtype``), whatever the model's dtype; everything else stay
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -185,6 +186,24 @@ def causal_mask(
     )
 
 
+class Attend(Protocol):
+    """Attention of one layer: q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H ->
+    ``[B, H, T, D]``. Whoever calls the layers chooses it: see ``Positions``.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        *,
+        scale: float,
+        soft_cap: float | None,
+    ) -> Tensor:
+        """Return the values of S positions, weighted for the T queries."""
+
+
 def attend_causally(
     q: Tensor,
     k: Tensor,
@@ -237,8 +256,7 @@ class Positions:
 
     ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles.
     ``window`` is the layer's sliding window in tokens; None is full attention. ``attend`` computes
-    the attention: it is ``attend_causally``, or a function with its parameters that is faster or
-    has another mask.
+    the attention: it is ``attend_causally``, or another that is faster or has another mask.
     """
 
     layer: int
@@ -246,7 +264,7 @@ class Positions:
     cos: Tensor
     sin: Tensor
     window: int | None = None
-    attend: Callable[..., Tensor] = attend_causally
+    attend: Attend = attend_causally
 
 
 def layer_positions(
@@ -254,7 +272,7 @@ def layer_positions(
     start: int,
     count: int,
     like: Tensor,
-    attend: Callable[..., Tensor] = attend_causally,
+    attend: Attend = attend_causally,
 ) -> list[Positions]:
     """Return the positions ``[start, start + count)`` for each layer, with angles in the dtype of
     ``like``.
@@ -302,6 +320,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
         """Return ``[B, T, hidden]`` for the same shape; the cache, if given, is written at the
         layer's positions.
+
+        Attention is ``positions.attend``: in a pass of ``Decoder.hidden`` that of the decoder, with
+        the window of the plan.
         """
         config = self.config
         q, k, v = (  # [B, H or K, T, D]

@@ -5,7 +5,6 @@ A copy shares the norms of its block, and writes to the same cache.
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,25 +26,17 @@ class PlannedBlocks:
         self.model = model
         self.copies: dict[tuple[nn.Module, int], Product | None] = {}
 
-    def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
-        """Return the block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer
-        of 0 bits must not be called.
+    def blocks(self, plan: LayerPlan) -> Iterator[tuple[nn.Module, bool, bool]]:
+        """Yield the block of each layer, with sublayers in the bits of the plan, and whether its
+        attention and its MLP run.
         """
-        block = self.model.layers[layer]
-        copies = {
-            name: self._copy(getattr(block, name), bits, self.new_sublayer)
-            for name, bits in (("self_attn", attention), ("mlp", mlp))
-            if bits in LOW_BITS
-        }
-        return with_parts(block, copies) if copies else block
-
-    def blocks(self, plan: LayerPlan) -> Iterator[Callable[..., Tensor]]:
-        """Yield the block of each layer under a plan, to be called as ``block(x, positions,
-        cache)``.
-        """
-        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-            block = self.block(layer, attention, mlp)
-            yield partial(block, attention=attention > 0, mlp=mlp > 0)
+        for block, attention, mlp in zip(self.model.layers, plan.attention, plan.mlp, strict=True):
+            copies = {
+                name: self._copy(getattr(block, name), bits, self.new_sublayer)
+                for name, bits in (("self_attn", attention), ("mlp", mlp))
+                if bits in LOW_BITS
+            }
+            yield with_parts(block, copies) if copies else block, attention > 0, mlp > 0
 
     def head(self, bits: int) -> Product | None:
         """Return the head in ``bits`` bits, for normed states ``[..., hidden]``; None for the
@@ -83,7 +74,11 @@ class PlannedBlocks:
 
 
 def with_parts(module: nn.Module, parts: dict[str, Product]) -> nn.Module:
-    """Return a copy of a module that has these ``parts``, and shares all others."""
+    """Return a copy of a module that has these ``parts``, and shares all others.
+
+    The parts are plain attributes, which Python finds before the submodules of these names.
+    Submodules, parameters and hooks are shared: a later change of these is a change of both.
+    """
     changed = copy.copy(module)
     vars(changed).update(parts)
     return changed

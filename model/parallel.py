@@ -124,6 +124,10 @@ class SplitEmbedding(nn.Module):
 def split(model: Decoder, shard: Shard) -> Decoder:
     """Change a loaded model of config ``shard.local`` into one that sums with the other ranks, and
     return it; parameter names stay.
+
+    Its ``config`` then has the whole vocabulary, but the heads and the MLP of this rank, as its
+    cache and its blocks need. A call of the model returns all logits; ``model.logits`` alone
+    returns those of this rank's part of the vocabulary. ``model.fast`` refuses it.
     """
     size = shard.config.vocab_size
     vocab = shard.part(size)

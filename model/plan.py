@@ -49,6 +49,19 @@ class LayerPlan:
         return LayerPlan((FULL,) * num_layers, (FULL,) * num_layers)
 
     @staticmethod
+    def of(num_layers: int, plan: LayerPlan | None) -> LayerPlan:
+        """Return the plan, or for None the target's. Raises ValueError where it is of another
+        number of layers.
+        """
+        plan = plan or LayerPlan.full(num_layers)
+        if plan.num_layers != num_layers:
+            raise ValueError(
+                f"a plan of {plan.num_layers} layers is for another model: this one has"
+                f" {num_layers}"
+            )
+        return plan
+
+    @staticmethod
     def early_exit(num_layers: int, exit_layer: int) -> LayerPlan:
         """Return an early exit: the first ``exit_layer`` layers run, then final norm and head.
 

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from model.cache import KVCache
 from model.plan import LayerPlan
-
-SMALLEST = 1024  # positions of the shortest static cache
-PADDING = 512  # positions for padded rows: more than any step has
 
 
 class Abilities(NamedTuple):
@@ -27,19 +25,36 @@ class Abilities(NamedTuple):
 
 
 class Steps:
-    """Base of every model: what it offers beyond the calls of ``decoding.model_port``.
+    """Base of every model: what it offers beyond its logits.
 
-    The values here are those of the readable blocks; the classes of ``model.fast`` have others.
+    The members here are those of the readable blocks; the classes of ``model.fast`` have others.
     ``trouble`` says why the fast steps were given up for the readable blocks; None while they run.
     """
 
     abilities = Abilities()
     trouble: str | None = None
 
+    def prepare(self, plan: LayerPlan) -> None:
+        """Make the low-bit copies of a plan now, not while a text is timed."""
+        self(torch.zeros(1, 1, dtype=torch.int64, device=self.device), plan=plan)
+
     def make_step(self, cache: KVCache, plan: LayerPlan | None = None) -> None:
         """Make the static step of a plan on this cache now, not while a text is timed; readable
         blocks have none.
         """
+
+    def check(self, plan: LayerPlan, tokens: Tensor, cache: KVCache, start: int) -> None:
+        """Raise ValueError unless tokens ``[batch, T]`` at ``start`` fit the cache.
+
+        Every model asks this before it writes: so a call that is refused has changed nothing.
+        """
+        entries = cache.keys[0]
+        if len(tokens) != len(entries) or entries.dtype != self.dtype:
+            raise ValueError(
+                f"a cache for {len(entries)} texts in {entries.dtype} does not fit {len(tokens)}"
+                f" texts of a model in {self.dtype}: take one of its new_cache"
+            )
+        cache.check(plan.attention_layers, start, tokens.shape[1])
 
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
@@ -50,13 +65,3 @@ class Steps:
         Each call has its own cache.
         """
         return [self(*call, plan) for call in calls]
-
-
-def static_capacity(positions: int) -> int:
-    """Return the positions of a cache for static steps: a power of two of ``positions`` or more,
-    and padded rows.
-
-    So the longest context of 131,072 tokens has eight sizes, for each of which steps are captured
-    again.
-    """
-    return max(SMALLEST, 1 << (positions - 1).bit_length()) + PADDING

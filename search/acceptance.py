@@ -99,8 +99,10 @@ class TargetPass:
 
         x = planned.model.embed(self.context[None, own])
         places = layer_positions(planned.model.config, int(own[0]), len(own), x, attend)
-        for block, place in zip(planned.blocks(plan), places, strict=True):
-            x = block(x, replace(place, start=self.length), self.cache)
+        for (block, attention, mlp), place in zip(planned.blocks(plan), places, strict=True):
+            x = block(
+                x, replace(place, start=self.length), self.cache, attention=attention, mlp=mlp
+            )
         return x
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from model.decoder import Decoder
 from model.layers import layer_positions
-from model.plan import LayerPlan
 from training.text import Rows
 
 HELD_OUT_BATCHES = 8  # of an evaluation
@@ -85,8 +84,8 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
     """
     x = model.embed(tokens)
     positions = layer_positions(model.config, 0, tokens.shape[1], x)
-    for layer, block in enumerate(model.planned.blocks(LayerPlan.full(model.num_layers))):
-        passed = block(x, positions[layer], None)
+    for layer, block in enumerate(model.layers):
+        passed = block(x, positions[layer], None, attention=True, mlp=True)
         x = passed if kept is None else torch.where(kept[layer, :, None, None], passed, x)
         yield x
 

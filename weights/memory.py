@@ -13,13 +13,13 @@ import psutil
 import torch
 from rich.filesize import decimal
 
+from model.cache import static_capacity
 from model.config import ModelConfig
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.layers import QUERIES, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.quantise import GROUP
-from model.steps import static_capacity
 
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 # of each logit, in the wide dtype, while it becomes a probability under every filter

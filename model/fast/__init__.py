@@ -8,7 +8,7 @@ passed over for lack of a compiler is logged as a warning, which Python prints o
 import logging
 from typing import Any
 
-import torch
+from torch import nn
 
 from model.decoder import Decoder
 from model.errors import InputError
@@ -19,7 +19,8 @@ class PreparedDecoder(Steps):
     """Base of decoders with faster steps than the readable ``model``, whose weights they share.
 
     A subclass has a ``__call__`` of its own, and those members of ``Steps`` that differ. All other
-    members of a ``Decoder``, such as ``prefill``, are those of ``model``.
+    members of a ``Decoder``, such as ``prefill``, are those of ``model``. They are read here and
+    set there: an attribute that is set here only hides the one of ``model``.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -35,16 +36,21 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
     so where only a C compiler is missing. Elsewhere the model is changed too: on a CPU its
     ``attend`` and, where the processor does not multiply bfloat16, its linear layers, both for
-    prompts; on a GPU its ``planned`` blocks.
+    prompts; on a GPU its ``planned`` blocks. Raises ValueError for a model that is split over
+    processes.
     """
+    if not isinstance(model.embed_tokens, nn.Embedding):
+        raise ValueError(
+            "a model that is split over processes has no faster steps: call it without accelerate"
+        )
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder
 
         return StaticDecoder(model, model.device.type == "cuda")
-    if model.dtype not in (torch.bfloat16, torch.float32):
-        return model
-    from model.fast.cpu import FastDecoder
+    from model.fast.cpu import KINDS, FastDecoder
 
+    if model.dtype not in KINDS:
+        return model
     try:
         return FastDecoder(model)
     except InputError as error:

@@ -8,7 +8,7 @@ weights.
 import ctypes
 import threading
 from collections.abc import Sequence
-from ctypes import c_long, c_void_p
+from ctypes import c_void_p
 from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
@@ -38,6 +38,8 @@ NORMS = {  # of a block: fields of a Layer in step.c, and their names here
         "mlp_post_norm": "post_feedforward_layernorm",
     },
 }
+KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers in step.c: bits
+IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}  # the activations of step.c
 PLANS = 16  # whose weights are kept by address: a text has two or three, a search has hundreds
 one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
 
@@ -51,9 +53,9 @@ CText = structure("Text")
 
 def call(function: str, *arguments: object) -> None:
     """Call a function of ``step.c`` on torch's number of threads, with tensors by address."""
-    values = [c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments]
+    values = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
     with one_at_a_time:
-        library().use_threads(c_long(torch.get_num_threads()))
+        library().use_threads(torch.get_num_threads())
         getattr(library(), function)(*values)
 
 
@@ -78,11 +80,8 @@ class FastDecoder(PreparedDecoder):
         # of each cache, made once
         self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
 
-    def prepare(self, plan: LayerPlan, positions: int = 1) -> "Weights":
-        """Make the low-bit copies of a plan now, and return its weights, with rotary angles for
-        these positions at least.
-        """
-        return self.weights(plan, 1 << (positions - 1).bit_length())  # sizes double: few are made
+    def prepare(self, plan: LayerPlan) -> None:
+        self.weights(plan, 1)
 
     def __call__(
         self,
@@ -106,14 +105,18 @@ class FastDecoder(PreparedDecoder):
 
         Each call has its own cache. The logits of a call have the same bits as alone. Raises
         IndexError for ids outside of the vocabulary, and ValueError where a cache is of another
-        batch, or as ``KVCache.claim`` does.
+        batch or dtype, or as ``LayerPlan.of`` and ``KVCache.check`` do, before any cache changes.
         """
-        plan = plan or LayerPlan.full(self.num_layers)
+        plan = LayerPlan.of(self.num_layers, plan)
+        if not calls:
+            return []
         all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls]).long()
         if ((all_tokens < 0) | (all_tokens >= self.vocab_size)).any():
             raise IndexError(f"a token id is not in 0..{self.vocab_size - 1}")
-        if any(len(tokens) != len(cache.keys[0]) for tokens, cache, _ in calls):
-            raise ValueError("the cache and the tokens are of different batches")
+        for tokens, cache, start in calls:
+            self.check(plan, tokens, cache, start)
+        capacity = max(cache.capacity for _, cache, _ in calls)
+        weights = self.weights(plan, 1 << (capacity - 1).bit_length())  # sizes double: few are made
         texts: list[ctypes.Structure] = []
         for tokens, cache, start in calls:
             rows = tokens.shape[1]
@@ -124,10 +127,8 @@ class FastDecoder(PreparedDecoder):
             texts += [
                 CText(each.data_ptr(), rows, start, head_bytes) for each in self.addresses[cache]
             ]
-        weights = self.prepare(plan, max(cache.capacity for _, cache, _ in calls))
         logits = torch.empty(len(all_tokens), self.vocab_size)
-        of_texts = (CText * len(texts))(*texts), c_long(len(texts))
-        call("step", ctypes.byref(weights.model), *of_texts, all_tokens, logits)
+        call("step", weights.model, (CText * len(texts))(*texts), len(texts), all_tokens, logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
 
@@ -153,9 +154,13 @@ def addresses_of(cache: KVCache) -> Tensor:
 
 
 class Weights:
-    """Weights of a model under a plan as the step reads them, by address, with rotary angles.
+    """Weights of a model under a plan as the step reads them, by address, with rotary angles for
+    ``positions``.
 
     It owns all tensors there, whatever becomes of the model's, as long as a step may read them.
+    Matrices in the checkpoint's bits are the model's own: a step sees changes in place. Norms,
+    biases and low-bit copies are as they were when this was made: after a change of these, make a
+    new decoder.
     """
 
     @torch.no_grad()
@@ -179,7 +184,7 @@ class Weights:
         )
         self.owned.append(layers)
         self.model = CModel(
-            layers=ctypes.addressof(layers),
+            layers=layers,
             embedding=self.address(model.embed_tokens.weight),
             norm=self.scales(model.norm),
             head=self.matrix(model.lm_head or model.embed_tokens, plan.head),
@@ -197,7 +202,7 @@ class Weights:
             embedding_scale=model.embedding_scale,
             eps=config.norm_eps,
             final_soft_cap=config.final_soft_cap or 0,
-            is_gelu=config.family.activation != "silu",
+            is_gelu=IS_GELU[config.family.activation],
         )
 
     def layer(
@@ -243,7 +248,7 @@ class Weights:
         if not bits:
             return CMatrix()
         weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
-        kind = 8 * weight.itemsize if bits == FULL else bits
+        kind = KINDS[weight.dtype] if bits == FULL else bits
         bias = getattr(product, "bias", None)
         place = None if bias is None else self.address(bias.float())
         return CMatrix(self.address(weight), place, kind, *product.weight.shape)
@@ -265,7 +270,7 @@ def attention_config(
 ) -> ctypes.Structure:
     """Return what the layers of a model share of attention, for the step."""
     return CAttention(
-        kind=8 * dtype.itemsize,
+        kind=KINDS[dtype],
         heads=heads,
         key_heads=key_heads,
         groups=heads // key_heads,
@@ -289,12 +294,12 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tens
     codes of ``model.quantise.quantise``, laid out as ``products.h`` draws them.
     """
     rows, columns = weight.shape
-    block_bytes = library().low_bit_block_bytes(c_long(bits), c_long(columns))
+    block_bytes = library().low_bit_block_bytes(bits, columns)
     copy = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
-    matrix = CMatrix(weight.data_ptr(), None, 8 * weight.itemsize, rows, columns)
-    call("round_weights", ctypes.byref(matrix), c_long(bits), shares, copy)
+    matrix = CMatrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
+    call("round_weights", matrix, bits, shares, copy)
     return copy
 
 
@@ -332,6 +337,5 @@ def attend_by_step(
         entries = (c_void_p * 2)(k[number].data_ptr(), v[number].data_ptr())
         start = k.shape[2] - count
         text = CText(ctypes.addressof(entries), count, start, k.stride(1) * k.itemsize)
-        by_address = ctypes.byref(config), ctypes.byref(text)
-        call("attend", *by_address, c_long(window or 0), queries[number], out[number])
+        call("attend", config, text, window or 0, queries[number], out[number])
     return out.to(q.dtype).transpose(1, 2)

@@ -21,7 +21,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from model.cache import KVCache
+from model.cache import PADDED_ROWS, KVCache, static_capacity
 from model.decoder import Decoder
 from model.device import compiled
 from model.errors import typed_line
@@ -29,9 +29,10 @@ from model.fast import PreparedDecoder
 from model.fast.four_bits import FourBitBlocks, gpu_bits
 from model.layers import Positions, attend_by_formula, causal_mask, rotary_table, wide_dtype
 from model.plan import LayerPlan
-from model.steps import Abilities, Steps, static_capacity
+from model.steps import Abilities, Steps
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
+assert ROWS <= PADDED_ROWS, "static_capacity has room for the padded rows"
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
 # address gives.
 TOLERANCE = 0.2
@@ -68,7 +69,11 @@ class StaticCache:
 
 
 class TextCache(KVCache):
-    """Cache of a text, at first empty, with the tensors of a static cache."""
+    """Cache of a text, at first empty, with the tensors of a static cache.
+
+    Its lists ``keys`` and ``values`` are those of the static cache, not copies as in a ``KVCache``:
+    so it has the longer tensors as soon as ``make_room`` puts them there.
+    """
 
     def __init__(self, static: StaticCache, capacity: int) -> None:
         static.make_room(1)
@@ -194,15 +199,15 @@ class StaticStep:
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)
-        for layer, runs in enumerate(zip(self.plan.attention, self.plan.mlp, strict=True)):
+        for layer, (block, *runs) in enumerate(model.planned.blocks(self.plan)):
             if any(runs):
                 x = self.run(
-                    model.planned.block(layer, *runs),
+                    block,
                     x,
                     angles[config.ropes[layer]],
                     masks[config.windows[layer]],
                     StaticEntries(self.cache.keys[layer], self.cache.values[layer], index),
-                    *(bits > 0 for bits in runs),
+                    *runs,
                 )
         self.logits = model.logits(x, model.planned.head(self.plan.head))
 
@@ -287,8 +292,9 @@ class StaticDecoder(PreparedDecoder):
         """Compute ``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in static
         steps.
         """
-        plan = plan or LayerPlan.full(self.num_layers)
+        plan = LayerPlan.of(self.num_layers, plan)
         if isinstance(cache, TextCache):
+            self.check(plan, tokens, cache, start)
             # first, since longer tensors have other steps
             cache.claim(plan.attention_layers, start, tokens.shape[1])
             self.make_step(cache, plan)

@@ -1,6 +1,7 @@
-"""Compiled ``step.c``, and the structures that it declares. It is compiled at the first run on a
-machine, by the system's C compiler, with the numbers of ``model.quantise``. Knows nothing of
-models.
+"""Compiled ``step.c``, and the structures and functions that it declares.
+
+It is compiled at the first run on a machine, by the system's C compiler, with the numbers of
+``model.quantise``. Knows nothing of models.
 """
 
 import ctypes
@@ -24,6 +25,8 @@ from model.quantise import CUTS, FITS, GROUP, LEVELS
 
 STEP = Path(__file__).with_name("step.c")
 SOURCES = [STEP, *sorted(STEP.parent.glob("*.h"))]
+# the C of the step, without comments
+CODE = re.sub(r"/\*.*?\*/", "", "".join(map(Path.read_text, SOURCES)), flags=re.DOTALL)
 FLAGS = [
     *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"),
     *("-shared", "-fPIC", "-pthread"),
@@ -32,22 +35,39 @@ FLAGS = [
 # for x86: whole registers, and a tile's inputs stay in them, unlike with GCC's tuning for Zen
 TUNING = "-mtune=skylake-avx512 -mprefer-vector-width=512"
 
-NUMBERS = {"long": ctypes.c_long, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+TYPES = {
+    "char": ctypes.c_char,
+    "float": ctypes.c_float,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "long": ctypes.c_long,
+}
+NAME = r"(\*?)(?:const \*)?(\w+)(?:\[(\d+)\])?"  # such as "*const *entries" or "qkv[3]"
+DECLARATION = re.compile(rf"\s*(?:const )?(?P<type>\w+) (?P<names>{NAME}(?:,\s*{NAME})*)")
+EXPORTED = re.compile(r"^(?:void|int) (\w+)\((?!void)([^)]*)\) \{", re.MULTILINE)
+
+
+def declared(declaration: str) -> list[tuple[str, type]]:
+    """Return the names and types that a declaration of C gives: numbers, structures, arrays of
+    these, and addresses. Raises ValueError for any other C, which a call would misread.
+    """
+    found = DECLARATION.fullmatch(declaration)
+    if not found:
+        raise ValueError(f"{STEP.name}: cannot read the declaration {declaration.strip()!r}")
+    kind = TYPES.get(found["type"]) or structure(found["type"])
+    # a structure is refused where another is expected; numbers are only known by their address
+    address = ctypes.c_void_p if found["type"] in TYPES else ctypes.POINTER(kind)
+    return [
+        (name, address if star else kind * int(count) if count else kind)
+        for star, name, count in re.findall(NAME, found["names"])
+    ]
 
 
 @functools.cache
 def structure(name: str) -> type[ctypes.Structure]:
-    """Return a structure of the step, with the fields that its C declares: numbers, addresses,
-    other structures, and arrays of these.
-    """
-    source = re.sub(r"/\*.*?\*/", "", "".join(map(Path.read_text, SOURCES)), flags=re.DOTALL)
-    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", source)[1]
-    fields = []
-    for kind, names in re.findall(r"(?:const )?(\w+) ([^;]*);", body):
-        # such as "*const *entries" or "qkv[3]"
-        for star, field, count in re.findall(r"(\*?)(?:const )?\*?(\w+)(?:\[(\d+)\])?", names):
-            part = ctypes.c_void_p if star else NUMBERS.get(kind) or structure(kind)
-            fields.append((field, part * int(count) if count else part))
+    """Return a structure of the step, with the fields that its C declares."""
+    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", CODE)[1]
+    fields = [field for each in body.split(";")[:-1] for field in declared(each)]
     # without a place for other names, a misspelt one is refused
     return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
 
@@ -72,6 +92,16 @@ def machine_flags() -> list[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
+    """Return the compiled step, whose functions refuse arguments that their C does not declare.
+    Raises InputError where it cannot be compiled or loaded.
+    """
+    step = load()
+    for function, parameters in EXPORTED.findall(CODE):
+        getattr(step, function).argtypes = [declared(each)[0][1] for each in parameters.split(",")]
+    return step
+
+
+def load() -> ctypes.CDLL:
     """Return the compiled step. It is kept in the cache folder, by its source, the compiler's
     options and the processor. Raises InputError where it cannot be compiled or loaded.
     """

@@ -174,6 +174,25 @@ def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(
         model(torch.arange(count)[None], cache, start)
 
 
+@pytest.mark.parametrize("prepare", PREPARED.values(), ids=PREPARED.keys())
+@pytest.mark.parametrize(
+    ("batch", "plan", "message"),
+    [
+        (1, LayerPlan.full(2), "a plan of 2 layers is for another model: this one has 3"),
+        (2, FULL, "a cache for 1 texts .* does not fit 2 texts"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_before_the_cache_changes(
+    batch, plan, message, prepare
+):
+    """And later steps are as fast as before."""
+    model = prepare(random_model(small(vocab_size=VOCAB)))
+    cache = model.new_cache(6)
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(batch, 3, dtype=torch.int64), cache, 0, plan)
+    assert cache.lengths == [0, 0, 0] and model.trouble is None
+
+
 def test_a_refused_write_changes_no_layers_length() -> None:
     cache = KVCache(3, (1, 1, 6, 4), torch.float32, torch.device("cpu"))
     cache.claim([0, 2], 0, 4)

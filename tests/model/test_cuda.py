@@ -36,12 +36,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.session import Session, load
 from decoding import race, randomness, rows, sampling, verify
+from model.cache import static_capacity
 from model.config import parse_config
 from model.decoder import Decoder
 from model.fast import four_bits, gpu
 from model.plan import LayerPlan
 from model.quantise import Quantised, quantise
-from model.steps import static_capacity
 from tests.peak import peak_bytes
 
 needs_gpu = pytest.mark.skipif(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from model.config import parse_config
 from model.decoder import Decoder
-from model.parallel import Shard
+from model.fast import accelerate
+from model.parallel import Shard, split
 from model.plan import LayerPlan
 from tests.configs import FAMILIES, small
 from tests.laws import EXACT, random_model
@@ -85,3 +86,10 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
     config = parse_config(small(num_attention_heads=heads, num_key_value_heads=shared))
     said = refusal(Shard, config, 0, size)
     assert said.endswith(f"do not divide over {size} processes: start one of [{fit}]")
+
+
+def test_a_split_model_has_no_faster_steps() -> None:
+    """They would not sum with the other ranks."""
+    shard = Shard(parse_config(config("llama", 2)), 0, 2)
+    with pytest.raises(ValueError, match="split over processes has no faster steps"):
+        accelerate(split(Decoder(shard.local), shard))

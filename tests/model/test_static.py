@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from model.cache import static_capacity
 from model.fast import gpu
 from model.plan import FULL, LayerPlan
-from model.steps import Steps, static_capacity
+from model.steps import Steps
 from tests.configs import FAMILIES, small
 from tests.laws import plans, random_model, tiny_model
 

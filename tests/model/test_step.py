@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from model.config import FAMILIES
 from model.decoder import Decoder
 from model.fast import accelerate, cpu, library
 from model.plan import LOW_BITS, LayerPlan
@@ -64,6 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma2": GEMMA,
     "mistral": {"family": "mistral", "hidden": 72, "head_dim": 24, "sliding_window": 9},
+    "ministral": {"family": "ministral", "hidden": 40, "head_dim": 20, "sliding_window": 9},
     "qwen2": {
         "family": "qwen2",
         "hidden": 72,
@@ -81,6 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": None,
     },
 }
+assert {each.get("family", "llama") for each in CONFIGS.values()} == {*FAMILIES}
 
 
 def random_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Decoder:
@@ -243,20 +246,22 @@ def test_the_chunks_of_a_prompt_end_at_multiples_of_their_size_however_it_is_spl
 
 
 @pytest.mark.parametrize(
-    ("ids", "batch", "error"),
+    ("ids", "batch", "dtype", "said"),
     [
-        ([[1, VOCAB]], 1, IndexError),
-        ([[-1]], 1, IndexError),
-        ([[1], [2]], 1, ValueError),
-        ([[1]], 2, ValueError),
+        ([[1, VOCAB]], 1, torch.bfloat16, "a token id is not in 0..36"),
+        ([[-1]], 1, torch.bfloat16, "a token id is not in 0..36"),
+        ([[1], [2]], 1, torch.bfloat16, "a cache for 1 texts .* does not fit 2 texts"),
+        ([[1]], 2, torch.bfloat16, "a cache for 2 texts .* does not fit 1 texts"),
+        ([[1]], 1, torch.float32, "in torch.float32 does not fit .* in torch.bfloat16: take one"),
+        ([[1, 2, 3, 4, 5]], 1, torch.bfloat16, "position 4 is outside the cache's 4 positions"),
     ],
 )
-def test_tokens_that_do_not_fit_are_refused_before_any_cache_is_claimed(
-    ids: list[list[int]], batch: int, error: type[Exception]
+def test_calls_that_do_not_fit_are_refused_before_any_cache_is_claimed(
+    ids: list[list[int]], batch: int, dtype: torch.dtype, said: str
 ) -> None:
     model = accelerate(random_model("llama"))
-    caches = model.new_cache(4), model.new_cache(4, batch)
-    with pytest.raises(error):
+    caches = model.new_cache(4), random_model("llama", dtype).new_cache(4, batch)
+    with pytest.raises((IndexError, ValueError), match=said):
         model.together([(tokens_for(2), caches[0], 0), (torch.tensor(ids), caches[1], 0)])
     assert [cache.length for cache in caches] == [0, 0]
 
@@ -267,6 +272,7 @@ def test_tokens_may_be_of_few_bytes_or_none() -> None:
     expected = model(text, model.new_cache(5), 0)
     assert torch.equal(model(text.int(), model.new_cache(5), 0), expected)
     assert model(text[:, :0], model.new_cache(5), 0).shape == (1, 0, VOCAB)
+    assert model.together([]) == []
 
 
 @torch.inference_mode()
@@ -314,7 +320,7 @@ def test_plans_share_their_rotary_angles() -> None:
     """Which are as long as a context."""
     model = accelerate(random_model("gemma3"))
     tables = [
-        {id(each) for each in model.prepare(plan, 900).owned if len(each) == 1024}
+        {id(each) for each in model.weights(plan, 1024).owned if len(each) == 1024}
         for plan in (LayerPlan.full(3), LayerPlan.early_exit(3, 1))
     ]
     assert tables[0] == tables[1] and len(tables[0]) == 4
@@ -520,16 +526,24 @@ def test_in_other_dtypes_the_readable_blocks_run(dtype: torch.dtype) -> None:
     assert accelerate(model) is model and isinstance(accelerate(model.float()), cpu.FastDecoder)
 
 
-def test_a_structure_has_the_fields_that_the_step_declares_and_no_others() -> None:
+def test_structures_and_functions_are_those_that_the_step_declares_and_no_others() -> None:
     names = [name for name, _ in library.structure("Text")._fields_]
     assert names == ["entries", "rows", "start", "head_bytes"]
     with pytest.raises(AttributeError):
         library.structure("Text")(row=1)
+    with pytest.raises(ctypes.ArgumentError):  # two in the wrong order
+        library.library().attend(cpu.CText(), cpu.CAttention(), 0, 0, 0)
+
+
+def test_a_declaration_that_cannot_be_read_in_full_is_refused() -> None:
+    for declaration in ("long sizes[MANY]", "unsigned long size", "float (*function)(float)"):
+        with pytest.raises(ValueError, match=f"cannot read .*{re.escape(declaration)}"):
+            library.declared(declaration)
 
 
 def test_only_the_weights_of_the_newest_plans_are_kept() -> None:
     model = accelerate(random_model("llama"))
-    oldest = weakref.ref(model.prepare(LayerPlan.full(3)))
+    oldest = weakref.ref(model.weights(LayerPlan.full(3), 1))
     for window in range(cpu.PLANS):
         assert oldest()
         model.prepare(replace(LayerPlan.full(3), window=window + 1))
