@@ -39,8 +39,7 @@ class Enumerator(Randomness):
         self.parts: dict[Hashable, tuple[float, float]] = {}  # of (0, 1), by uniform number
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        weights = probs.double().tolist()
-        token = self._choose([(weight, token) for token, weight in enumerate(weights)])
+        token = self._choose([(p, token) for token, p in enumerate(probs.double().tolist())])
         return torch.tensor(token, device=probs.device)
 
     def accept(self, probabilities: Tensor) -> Tensor:

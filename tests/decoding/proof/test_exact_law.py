@@ -18,7 +18,6 @@ from decoding.proof.plain_law import Request
 from decoding.randomness import KeyedRandomness, Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from decoding.verify import Rule
 from model.decoder import Decoder
 from tests.configs import FAMILIES
 from tests.laws import (
@@ -194,10 +193,10 @@ def test_draws_are_enumerated_as_the_rules_randomness_shares_its_numbers(
 ) -> None:
     """If draft and residual race with the same exponentials, the ratio rule changes the law."""
     case = (random_tables(0, 4, 2), Request(), loop_law.Setup(), "ratio")
-    monkeypatch.setattr(Rule, "randomness", lambda rule: KeyedRandomness(rule.seed))
+    monkeypatch.setattr(loop_law.Rule, "randomness", lambda rule: KeyedRandomness(rule.seed))
     assert loop_law.bias(*case) > 0.01
     mine = type("Mine", (SeededRandomness,), {})
-    monkeypatch.setattr(Rule, "randomness", lambda rule: mine(rule.seed))
+    monkeypatch.setattr(loop_law.Rule, "randomness", lambda rule: mine(rule.seed))
     assert "which draws of Mine share random numbers" in refusal(loop_law.bias, *case)
 
 
@@ -205,15 +204,14 @@ def test_draws_are_enumerated_as_the_rules_randomness_shares_its_numbers(
 def test_every_later_row_of_a_table_shows_one_wrong_token(states: int) -> None:
     model = random_tables(0, states, 2)
     for right, place in product(product(range(2), repeat=5), range(5)):
-        wrong = [token ^ (number == place) for number, token in enumerate(right)]
+        wrong = (*right[:place], 1 - right[place], *right[place + 1 :])
         assert not model.row(right).equal(model.row(wrong))
 
 
 def test_a_draft_in_place_of_the_targets_entries_ends_the_proof() -> None:
     model = random_tables(0, 4, 3)
-    cache = prefilled(model, (0, 1, 2))
     with pytest.raises(enumeration.ProofError, match="an entry of the draft's"):
-        model(torch.tensor([[1]]), cache, 1, table_model.DRAFT_PLAN)
+        model(torch.tensor([[1]]), prefilled(model, (0, 1, 2)), 1, table_model.DRAFT_PLAN)
 
 
 def accepted_at_first(model: table_model.TableModel, gamma: int, rule: str) -> float:
