@@ -4,6 +4,7 @@ loop_law.py      compares the law of the loop, with one drafter, to plain sampli
 enumeration.py   computes the law of any code that draws through a ``Randomness``, path by path
 plain_law.py     computes the law of plain sampling, by recursion over texts
 table_model.py   is the model of both, a table of probabilities
+bar.py           shows how many of the paths are done
 
 foreign.py       computes the law of code that does not know this project (docs/judge.md)
 noise.py         follows the random numbers of such code until they decide something

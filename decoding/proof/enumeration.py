@@ -6,20 +6,22 @@ acceptance both results, and the probabilities along the path are multiplied. Th
 the law of the output, up to float64 rounding. Knows nothing of models and texts.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
+from decoding.proof.bar import with_bar
 from decoding.randomness import Place, Randomness
 from model.errors import InputError
 
 WHOLE = (0.0, 1.0)  # part of a uniform number that has decided nothing
+
+
+class ProofError(AssertionError):
+    """Error of code that no law can be right for. Unlike an ``assert``, ``python -O`` keeps it."""
 
 
 class Enumerator(Randomness):
@@ -37,8 +39,7 @@ class Enumerator(Randomness):
         self.parts: dict[Hashable, tuple[float, float]] = {}  # of (0, 1), by uniform number
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        weights = probs.double().tolist()
-        token = self._choose([(weight, token) for token, weight in enumerate(weights)])
+        token = self._choose([(p, token) for token, p in enumerate(probs.double().tolist())])
         return torch.tensor(token, device=probs.device)
 
     def accept(self, probabilities: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class RaceEnumerator(Enumerator):
 
     Token a wins, E_a/p_a < E_b/p_b, exactly when u = E_a / (E_a + E_b) < p_a, and u is uniform on
     (0, 1). The draws of a path limit the u of each place to an interval. The next draw at that
-    place splits the interval at its p_a.
+    place splits the interval at its p_a. Events of ``accept`` do not depend on these numbers.
     """
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
@@ -97,7 +98,7 @@ def output_law(
     ``run`` must begin from the same state at each call, and draw only through the randomness that
     it receives.
     """
-    return summed(outcomes(run, enumerator))
+    return summed(with_bar(outcomes(run, enumerator)))
 
 
 def outcomes(
@@ -105,25 +106,24 @@ def outcomes(
 ) -> Iterator[tuple[Hashable, float]]:
     """Return the result of ``run`` on each path, with the path's probability.
 
-    On a terminal a bar shows the probability of the paths so far.
+    A run finds the paths that fork off its own, so the walk begins with the empty path.
     """
-    hidden = not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task("every outcome of every draw", total=1.0)
-        paths: list[list[int]] = [[]]
-        while paths:
-            randomness = enumerator(paths.pop())
-            yield run(randomness), randomness.weight
-            bar.advance(task, randomness.weight)
-            paths += randomness.other_paths
+    paths: list[list[int]] = [[]]
+    while paths:
+        randomness = enumerator(paths.pop())
+        yield run(randomness), randomness.weight
+        paths += randomness.other_paths
 
 
 def summed(found: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
-    """Return the law of results, each of which may occur several times: its sum must be 1."""
+    """Return the law of results, each of which may occur several times. Raises ProofError
+    where their probabilities do not sum to 1.
+    """
     law: defaultdict[Hashable, float] = defaultdict(float)
     for result, weight in found:
         law[result] += weight
-    assert abs(sum(law.values()) - 1) < 1e-6, f"a law whose sum is not 1: {dict(law)}"
+    if not abs(sum(law.values()) - 1) < 1e-6:
+        raise ProofError(f"a law whose sum is not 1: {dict(law)}")
     return dict(law)
 
 

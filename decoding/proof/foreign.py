@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from decoding.proof.enumeration import Enumerator, outcomes, summed, total_variation
+from decoding.proof.bar import with_bar
+from decoding.proof.enumeration import Enumerator, ProofError, outcomes, summed, total_variation
 from decoding.proof.noise import Noise, Refused, as_noise, follow, fresh
 from decoding.randomness import Place
 
@@ -222,7 +223,7 @@ def law_of(run: Callable[[], Any], paths: int = PATHS) -> Law:
     Tensors and lists count as tuples. Above this number of paths as many runs are sampled instead.
     Raises Refused for code that cannot be enumerated.
     """
-    found = [*islice(outcomes(partial(result_of, run), Enumerator), paths + 1)]
+    found = [*islice(with_bar(outcomes(partial(result_of, run), Enumerator)), paths + 1)]
     if len(found) <= paths:
         return Law(summed(found), len(found))
     source = random.Random(0)
@@ -268,13 +269,13 @@ class Comparison:
     def error(self) -> float:
         """Bound on the error of the distance: 0 where both laws were enumerated.
 
-        For a sampled law it holds with probability ``CONFIDENCE``, if no result is possible but
-        those found in one law or the other, by the bound of Weissman et al. 2003 for the L1
-        deviation.
+        Else it holds with probability ``CONFIDENCE``, if no result is possible but those found in
+        one law or the other, by the bound of Weissman et al. 2003 for the L1 deviation. Two sampled
+        laws share the probability that it does not hold.
         """
         results = len(self.plain.probs.keys() | self.speculative.probs.keys())
-        deviation = results * math.log(2) - math.log(1 - CONFIDENCE)
-        sampled = (law for law in (self.plain, self.speculative) if law.is_sampled)
+        sampled = [law for law in (self.plain, self.speculative) if law.is_sampled]
+        deviation = results * math.log(2) - math.log((1 - CONFIDENCE) / max(len(sampled), 1))
         return sum(math.sqrt(deviation / (2 * law.paths)) for law in sampled)
 
     def is_within(self, bound: float) -> bool:
@@ -308,7 +309,8 @@ def assert_lossless(
     plain: Callable[[], Any], speculative: Callable[[], Any], bound: float = 1e-6
 ) -> None:
     """Assert that two functions have the same law, up to a total variation of ``bound``. Raises
-    Refused where that cannot be told.
+    ProofError, an AssertionError, where they have not, and Refused where that cannot be told.
     """
     found = Comparison(law_of(plain), law_of(speculative))
-    assert found.is_within(bound), f"{found}\n{found.worst()}"
+    if not found.is_within(bound):
+        raise ProofError(f"{found}\n{found.worst()}")

@@ -14,16 +14,26 @@ import torch
 
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
-from decoding.proof.enumeration import Enumerator, RaceEnumerator, output_law, total_variation
+from decoding.proof.enumeration import (
+    Enumerator,
+    ProofError,
+    RaceEnumerator,
+    output_law,
+    total_variation,
+)
 from decoding.proof.plain_law import DEAD_END, Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
-from decoding.randomness import Randomness
+from decoding.randomness import KeyedRandomness, Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.speculate import speculate
 from decoding.text import DeadEnd, Text
-from decoding.verify import RULES
+from decoding.verify import RULES, Rule
 from model.cache import KVCache
 from model.errors import InputError
+
+# By which draws share random numbers: none, or those at one place. Not for a subclass, which may
+# share others.
+ENUMERATORS = {SeededRandomness: Enumerator, KeyedRandomness: RaceEnumerator}
 
 
 def self_draft(model: TableModel, cache: KVCache) -> Drafter:
@@ -46,22 +56,23 @@ def run_loop(
     request: Request,
     setup: Setup,
     randomness: Randomness,
-    rounds: list[Round] | None = None,
     rule: str = "ratio",
+    on_round: Callable[[Round], object] = lambda round: None,
 ) -> Hashable:
-    """Run one text of the production loop; return its tokens and the reason of its end. Its records
-    are appended to ``rounds``. Raises InputError for an unknown rule, and for a prompt that is
-    empty or leaves no room for a token.
+    """Run one text of the production loop; return its tokens and the reason of its end, or
+    DEAD_END.
+
+    ``rule`` is a key of ``RULES``. ``on_round`` is called with the record of each round. Raises
+    InputError for a prompt that is empty or leaves no room for a token, and ProofError for a loop
+    that does not stop.
     """
-    if rule not in RULES:
-        raise InputError(f"a rule is one of {', '.join(RULES)}, found {rule!r:.80}")
     if not 0 < len(request.prompt) < model.max_positions:
         raise InputError(
             f"a prompt has 1 to {model.max_positions - 1} tokens, found {len(request.prompt)}"
         )
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
-    _, verify = RULES[rule]
+    verify = Rule(rule, seed=0).verify
     text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
     policy = drafter if isinstance(drafter, Policy) else setup.policy()
@@ -69,9 +80,9 @@ def run_loop(
         for round in speculate(
             model, cache, text, drafter, policy, request.params, randomness, verify
         ):
-            if rounds is not None:
-                rounds.append(round)
-            assert len(text.generated) <= request.max_new_tokens, "the loop does not stop"
+            on_round(round)
+            if len(text.generated) > request.max_new_tokens:
+                raise ProofError("the loop does not stop")
     except DeadEnd:
         return DEAD_END
     return tuple(text.generated), text.finish
@@ -83,10 +94,17 @@ def bias(model: TableModel, request: Request, setup: Setup, rule: str = "ratio")
 
     Under the exponential race the model must have two tokens. It takes seconds for a request of two
     tokens, and up to two minutes with a banned word: a bar shows the probability of the draws so
-    far.
+    far. Raises InputError for an unknown rule, and for one whose randomness has no enumerator.
     """
+    if rule not in RULES:
+        raise InputError(f"a rule is one of {', '.join(RULES)}, found {rule!r:.80}")
+    randomness = type(Rule(rule, seed=0).randomness())
+    if randomness not in ENUMERATORS:
+        raise InputError(
+            f"which draws of {randomness.__name__} share random numbers is unknown: add its"
+            " enumerator to ENUMERATORS"
+        )
     law = output_law(
-        lambda randomness: run_loop(model, request, setup, randomness, rule=rule),
-        RaceEnumerator if rule == "race" else Enumerator,
+        lambda walk: run_loop(model, request, setup, walk, rule), ENUMERATORS[randomness]
     )
     return total_variation(law, plain_law(model, request))

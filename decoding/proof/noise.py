@@ -24,7 +24,7 @@ from decoding.randomness import Place
 from model.errors import InputError
 
 RACED = (0.0, 0.0)  # part of a number that has decided a race
-ALONE = 2  # holders of a storage, if no other tensor shares it: a tensor and what asks for it
+ALONE = 2  # holders of memory that no other tensor shares: a tensor and what asks for it
 UNSCALED = torch.ones((), dtype=torch.float64)  # factor of numbers that were not multiplied
 
 
@@ -53,12 +53,12 @@ KINDS = {
 }
 LESS = ("lt", "le", "less", "less_equal")
 GREATER = ("gt", "ge", "greater", "greater_equal")
-ASKS = ("size", "dim", "numel", "len", "get", "is_floating_point", "ndimension", "stride")
+ASKS = ("size", "dim", "numel", "len", "is_floating_point", "ndimension", "stride")
 CONVERSIONS = ("item", "cpu", "to", "float", "double", "half", "bfloat16")
 # functions that move elements and do not change them; "get" is that of x.T
 MOVES = (
-    *("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select", "get"),
-    *("narrow", "index_select", "gather", "take", "transpose", "permute"),
+    *("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select"),
+    *("narrow", "index_select", "gather", "take", "transpose", "permute", "get"),
     *("clone", "contiguous", "detach"),
 )
 
@@ -83,14 +83,21 @@ class Noise(Tensor):
 def as_noise(
     kind: str, ids: Tensor, factor: Tensor = UNSCALED, data: Tensor | None = None
 ) -> Noise:
-    """Return noise of these numbers, in the tensor ``data`` itself where it is given, so that
-    functions which write into a tensor can be replaced. Raises Refused for a tensor with views,
-    which would not see the noise.
+    """Return noise of these numbers, in the tensor ``data`` itself where it is given.
+
+    ``x.uniform_()`` writes into x, and the code goes on to read x, not only the result. So the very
+    object must become noise: it is given the class Noise, whose other attributes torch does not
+    touch. Whatever else reads the same memory would find plain numbers there: views, which torch
+    counts, and arrays of NumPy, whose memory torch must not resize. Raises Refused for those.
     """
     ids, factor = torch.broadcast_tensors(ids, factor)
     data = torch.empty(ids.shape) if data is None else data
-    if torch._C._storage_Use_Count(data.untyped_storage()._cdata) > ALONE:
-        raise Refused(f"{kind}, a random number, in a part of a tensor cannot be enumerated")
+    memory = data.untyped_storage()
+    if torch._C._storage_Use_Count(memory._cdata) > ALONE or not memory.resizable():
+        raise Refused(
+            f"{kind}, a random number, in a part of a tensor or in an array of NumPy's cannot be"
+            " enumerated"
+        )
     data.__class__ = Noise
     vars(data).update(kind=kind, ids=ids, factor=factor)
     return data
@@ -110,11 +117,15 @@ def fresh(
 def follow(
     walk: Enumerator, name: str, function: Any, given: Sequence[Any], named: dict[str, Any]
 ) -> Any:
-    """Return the result of a function of noise; NotImplemented where that cannot be enumerated."""
+    """Return the result of a function of noise; NotImplemented where that cannot be enumerated.
+
+    What does not depend on the numbers is answered first. No two of the cases after it share a
+    name, so their order does not matter.
+    """
     if name in ASKS:
-        found = function(*given, **named)
-        if not isinstance(found, Tensor):
-            return found
+        return function(*given, **named)
+    if name == "get" and not isinstance(found := function(*given, **named), Tensor):
+        return found  # x.shape, where x.T is a move
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decoding.proof.enumeration import summed
 from decoding.proof.table_model import TEXTS, TableModel
@@ -39,25 +40,16 @@ def plain_law(model: TableModel, request: Request) -> dict[Hashable, float]:
         """Return the outcomes of all texts that begin with ``tokens``, which have the probability
         ``weight``. ``forbidden`` has the tokens that bans forbid, by position.
         """
-        history = request.prompt + tokens
-        allowed = torch.ones(model.vocab_size, dtype=torch.bool)
-        for constraint in request.constraints:
-            if (mask := constraint(history)) is not None:
-                allowed &= mask
-        allowed[list(forbidden.get(len(tokens), ()))] = False
-        probs = distribution(
-            model.row(history)[None], torch.tensor(history), request.params, allowed[None]
-        )[0]
+        probs = _next_probs(model, request, tokens, forbidden.get(len(tokens), frozenset()))
         if not probs.any():
             yield DEAD_END, weight
         for token in probs.nonzero().flatten().tolist():
             share = weight * probs[token].item()
             longer = (*tokens, token)
             text = request.prompt + longer
-            begin = _completed(text, request.banned, floor=0)
-            if begin is not None:  # a banned word: back to before the token in which it began
-                holders = [position for position, token in enumerate(text) for _ in TEXTS[token]]
-                back = max(holders[begin] - len(request.prompt), 0)
+            first = _completed(text, request.banned, floor=0)
+            if first is not None:  # a banned word: back to before its first token
+                back = max(first - len(request.prompt), 0)
                 kept = {at: banned for at, banned in forbidden.items() if at <= back}
                 kept[back] = kept.get(back, frozenset()) | {longer[back]}
                 yield from expand(longer[:back], kept, share)
@@ -73,13 +65,31 @@ def plain_law(model: TableModel, request: Request) -> dict[Hashable, float]:
     return summed(expand((), {}, 1.0))
 
 
-def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
-    """Return the offset in bytes of the word that the last token completes first, of several words
-    the longest; None where it completes none. Only bytes from ``floor`` on count.
+def _next_probs(
+    model: TableModel, request: Request, tokens: tuple[int, ...], forbidden: frozenset[int]
+) -> Tensor:
+    """Return the probabilities ``[vocab]`` of the token after ``tokens``: all 0 where none is
+    allowed.
     """
+    history = request.prompt + tokens
+    allowed = torch.ones(model.vocab_size, dtype=torch.bool)
+    for constraint in request.constraints:
+        if (mask := constraint(history)) is not None:
+            allowed &= mask
+    allowed[list(forbidden)] = False
+    return distribution(
+        model.row(history)[None], torch.tensor(history), request.params, allowed[None]
+    )[0]
+
+
+def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
+    """Return the number of the token in which a word begins: the word that the last token completes
+    first, of several the longest. None where it completes none. Only bytes from ``floor`` on count.
+    """
+    token_of_byte = [number for number, token in enumerate(tokens) for _ in TEXTS[token]]
     text = b"".join(TEXTS[token] for token in tokens)
     for end in range(len(text) - len(TEXTS[tokens[-1]]) + 1, len(text) + 1):
         for word in sorted((word.encode() for word in words), key=len, reverse=True):
             if text[floor:end].endswith(word):
-                return end - len(word)
+                return token_of_byte[end - len(word)]
     return None

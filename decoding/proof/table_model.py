@@ -1,10 +1,12 @@
 """Table of probabilities as a model, small enough to compute its law exactly."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from decoding.proof.enumeration import ProofError
 from model.cache import KVCache
 from model.errors import InputError
 from model.plan import FULL, LayerPlan
@@ -19,8 +21,10 @@ class TableModel(Steps):
     """Language model that is a table: one row of probabilities after each whole history.
 
     It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads
-    its history from there. A wrong position, a hole, a token fed twice or a stale entry of the
-    draft gives a wrong row or an error.
+    its history from there. A hash of the history is the number of the row. Histories that differ in
+    one token have different rows, if there are no fewer rows than tokens. A wrong position, a hole
+    or a token fed twice gives another row after most histories, or an error of the cache. An entry
+    of the draft's where one of the target's must stand raises ProofError.
     """
 
     max_positions = 64
@@ -33,6 +37,10 @@ class TableModel(Steps):
             raise InputError(f"a table has at most {len(TEXTS)} tokens, found {target.shape[1]}")
         self.tables = {None: target.log(), DRAFT_PLAN: (target if draft is None else draft).log()}
         self.states, self.vocab_size = target.shape
+        # With a common factor the hash would forget early tokens, and an error among them.
+        self.multiplier = next(
+            odd for odd in range(3, 2 * self.states + 2, 2) if math.gcd(odd, self.states) == 1
+        )
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(2, (1, 1, capacity, 1), torch.float64, self.device)
@@ -41,7 +49,7 @@ class TableModel(Steps):
         """Return the logits ``[vocab]`` after a history, whose hash is the number of the row."""
         state = 0
         for token in history:
-            state = (3 * state + token + 1) % self.states
+            state = (self.multiplier * state + token + 1) % self.states
         return self.tables[plan][state]
 
     def __call__(
@@ -58,9 +66,8 @@ class TableModel(Steps):
                 history, _ = cache.write(layer, start, entries, entries)
         ids = history.flatten().tolist()
         of_target = ids if plan is None else ids[: cache.lengths[1]]
-        assert all(entry == int(entry) for entry in of_target), (
-            "an entry of the draft's stands where one of the target's must"
-        )
+        if not all(entry == int(entry) for entry in of_target):
+            raise ProofError("an entry of the draft's stands where one of the target's must")
         rows = [
             self.row([int(entry) for entry in ids[: start + 1 + t]], plan)
             for t in range(tokens.shape[1])

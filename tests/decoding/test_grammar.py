@@ -198,7 +198,7 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(
     policy = policies.AdaptiveExit(0.5, 6)
     setup = loop_law.Setup(under_grammar(name, drafter), lambda: policy)
     asked = replace(request(name), max_new_tokens=8)
-    loop_law.run_loop(table(name), asked, setup, SeededRandomness(0), rounds)
+    loop_law.run_loop(table(name), asked, setup, SeededRandomness(0), on_round=rounds.append)
     assert rounds[0].drafted[: len(first)] == first and rounds[0].accepted
     assert {*plans} == {()}, "the target alone was called"
     assert (policy.rate, policy.threshold) == (0.0, 0.5), "nothing is learned of a model's drafts"

@@ -228,7 +228,7 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     for seed in range(runs):
         rounds: list[Round] = []
         setup = loop_law.Setup(policy=lambda: policies.FixedLength(1))
-        loop_law.run_loop(model, request, setup, KeyedRandomness(seed), rounds, "race")
+        loop_law.run_loop(model, request, setup, KeyedRandomness(seed), "race", rounds.append)
         accepted += rounds[0].accepted
     assert abs(accepted / runs - shared) < 5 * math.sqrt(shared * (1 - shared) / runs)
 

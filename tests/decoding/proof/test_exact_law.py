@@ -15,7 +15,7 @@ from torch import Tensor
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.proof import enumeration, loop_law, table_model
 from decoding.proof.plain_law import Request
-from decoding.randomness import Randomness
+from decoding.randomness import KeyedRandomness, Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from model.decoder import Decoder
@@ -25,6 +25,7 @@ from tests.laws import (
     REAL_DRAFTERS,
     TABLE_DRAFTERS,
     QuickExit,
+    prefilled,
     random_tables,
     tiny_model,
 )
@@ -187,6 +188,32 @@ def test_what_cannot_be_proven_is_refused_in_one_line(
     assert refusal(loop_law.bias, random_tables(0, 4, 3), request, loop_law.Setup(), rule) == said
 
 
+def test_draws_are_enumerated_as_the_rules_randomness_shares_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If draft and residual race with the same exponentials, the ratio rule changes the law."""
+    case = (random_tables(0, 4, 2), Request(), loop_law.Setup(), "ratio")
+    monkeypatch.setattr(loop_law.Rule, "randomness", lambda rule: KeyedRandomness(rule.seed))
+    assert loop_law.bias(*case) > 0.01
+    mine = type("Mine", (SeededRandomness,), {})
+    monkeypatch.setattr(loop_law.Rule, "randomness", lambda rule: mine(rule.seed))
+    assert "which draws of Mine share random numbers" in refusal(loop_law.bias, *case)
+
+
+@pytest.mark.parametrize("states", range(2, 10))
+def test_every_later_row_of_a_table_shows_one_wrong_token(states: int) -> None:
+    model = random_tables(0, states, 2)
+    for right, place in product(product(range(2), repeat=5), range(5)):
+        wrong = (*right[:place], 1 - right[place], *right[place + 1 :])
+        assert not model.row(right).equal(model.row(wrong))
+
+
+def test_a_draft_in_place_of_the_targets_entries_ends_the_proof() -> None:
+    model = random_tables(0, 4, 3)
+    with pytest.raises(enumeration.ProofError, match="an entry of the draft's"):
+        model(torch.tensor([[1]]), prefilled(model, (0, 1, 2)), 1, table_model.DRAFT_PLAN)
+
+
 def accepted_at_first(model: table_model.TableModel, gamma: int, rule: str) -> float:
     """Mean number of drafted tokens that the first round accepts, by enumeration."""
     request = Request(max_new_tokens=gamma + 1)
@@ -194,7 +221,7 @@ def accepted_at_first(model: table_model.TableModel, gamma: int, rule: str) -> f
 
     def first(randomness: Randomness) -> int:
         rounds: list[Round] = []
-        loop_law.run_loop(model, request, setup, randomness, rounds, rule)
+        loop_law.run_loop(model, request, setup, randomness, rule, rounds.append)
         return rounds[0].accepted
 
     return sum(kept * weight for kept, weight in enumeration.output_law(first).items())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decoding.proof import __main__ as command
-from decoding.proof import loop_law, plain_law
+from decoding.proof import enumeration, loop_law, plain_law
 from decoding.proof.foreign import (
     Comparison,
     Law,
@@ -180,6 +180,14 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
         ),
         (lambda: torch.rand(1) * 0 <= 0, "times 0 cannot be compared with 0"),
         (lambda: (-P / torch.empty(3).exponential_()).argmax(), "negative weights"),
+        (
+            lambda: [a := np.zeros(1), torch.from_numpy(a).uniform_(), a[0] < 0.5][-1],
+            "array of NumPy's",
+        ),
+        (
+            lambda: [x := torch.zeros(1), a := x.numpy(), x.exponential_(), a[0] < 0.5][-1],
+            "array of NumPy's",
+        ),
         *(
             (lambda draw=draw: [x := torch.zeros(2), draw(x), x < 0.5], "part of a tensor")
             for draw in (
@@ -199,22 +207,26 @@ def test_code_that_cannot_be_enumerated_is_refused_by_name(
 
 
 def test_a_law_of_too_many_paths_is_sampled_with_an_error_that_holds() -> None:
-    run = lambda: torch.multinomial(P, 6, replacement=True)[:2]  # noqa: E731
-    law = law_of(run, paths=700)
+    law = law_of(lambda: torch.multinomial(P, 6, replacement=True)[:2], paths=700)
     exact = {(a, b): (P[a] * P[b]).item() for a in range(3) for b in range(3)}
     found = Comparison(Law(exact, len(exact)), law)
     assert 0 < found.distance < found.error < 0.1
+    both_at_once = Comparison(law, law).error
+    assert both_at_once > 2 * found.error, "two bounds hold as surely as one"
 
 
 def test_a_seed_after_a_draw_is_refused_on_a_sampled_path_too() -> None:
-    run = lambda: torch.multinomial(torch.ones(50), 1) > 2 and torch.manual_seed(0)  # noqa: E731
     with pytest.raises(Refused, match="seed or state set after a draw"):
-        law_of(run, paths=2)  # of which none sets it
+        law_of(  # the two enumerated paths set none
+            lambda: torch.multinomial(torch.ones(50), 1) > 2 and torch.manual_seed(0), paths=2
+        )
 
 
 def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> None:
     """A drafted token is rejected half of the time, and a is drawn too rarely then."""
-    with pytest.raises(AssertionError, match=r"total variation 0.15 [^1]*\n1 +0.300000 +0.450000"):
+    with pytest.raises(
+        enumeration.ProofError, match=r"total variation 0.15 [^1]*\n1 +0.300000 +0.450000"
+    ):
         assert_lossless(lambda: torch.multinomial(P, 1).item(), WRONG)
     assert_lossless(lambda: torch.multinomial(P, 1).item(), RIGHT)
 
