@@ -164,15 +164,22 @@ INLINE void store(long kind, void *place, Floats numbers, long left) {
         AT(Shorts, place) = narrow;
 }
 
-enum { ROUNDER = 3 << 22 }; /* float32 numbers of this size have no fraction: adding it rounds */
+/* Float32 numbers from 2^23 to 2^24 have no fraction, so that adding 3 * 2^22 rounds. The lowest 22
+ * bits of what is found are those of the integer, also of a negative one. */
+enum { ROUNDER = 3 << 22 };
 
-/* e^x to two units in the last place, with x limited to -87 ... 88. */
+/* Nearest integers, of two the even one: the lowest 22 bits, with others above them. */
+INLINE Ints nearest(Floats x) { return (Ints)(x + (float)ROUNDER); }
+
+/* e^x to two units in the last place, with x limited to -87 ... 88. It is 2^n * e^r, with r near 0;
+ * log 2 in two parts and the polynomial are those of expf in Cephes (S. L. Moshier). */
 INLINE float exponential(float x) {
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
-    float shifted = __builtin_fmaf(x, 1.4426950408889634f, ROUNDER), power = shifted - ROUNDER;
-    float r = __builtin_fmaf(power, -0.693359375f, x); /* less log 2, in two parts */
-    r = __builtin_fmaf(power, 2.12194440e-4f, r);
+    float shifted = __builtin_fmaf(x, 1.4426950408889634f, ROUNDER); /* by log2(e) */
+    float n = shifted - ROUNDER;
+    float r = __builtin_fmaf(n, -0.693359375f, x);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
     float p = 1.9875691500e-4f;
     p = __builtin_fmaf(p, r, 1.3981999507e-3f);
     p = __builtin_fmaf(p, r, 8.3334519073e-3f);
@@ -180,7 +187,7 @@ INLINE float exponential(float x) {
     p = __builtin_fmaf(p, r, 1.6666665459e-1f);
     p = __builtin_fmaf(p, r, 5.0000001201e-1f);
     p = __builtin_fmaf(p * r, r, r) + 1.0f;
-    return p * as_float((bits_of(shifted) << 23) + 0x3F800000);
+    return p * as_float((bits_of(shifted) << 23) + 0x3F800000); /* 2^n, by its exponent */
 }
 
 INLINE float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }

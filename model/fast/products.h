@@ -4,9 +4,11 @@
  * A product is one sum, to which columns are added from the first to the last: a sum of 16 lanes,
  * or of one lane in low bits. Tiles decide only which sums are computed side by side. */
 
+#pragma once
 #include "numbers.h"
 
-enum { BLOCK = 4 }; /* rows of weights that are multiplied together; LANES of them in low bits */
+/* A block of weights is what is multiplied together: 4 rows, or 16 in low bits (FOUR and EIGHT). */
+enum { BLOCK = 4 };
 /* GROUP, of model.quantise, comes by the compiler's options: columns that share a scale. */
 _Static_assert(GROUP == 32, "low bits lie in memory as drawn below");
 
@@ -35,21 +37,35 @@ typedef struct { /* 32 inputs that meet low-bit weights: each is about its code 
     float scale, total; /* total: scale * the sum of codes */
 } InputGroup;
 
+typedef struct { /* how a kind of weights lies in memory, and the inputs that meet it */
+    long block_rows;
+    long group_bytes, column_bytes; /* of a block: in low bits of a group, else of a column */
+    long last_bytes;                /* after the last group */
+    long input_group_bytes;         /* of 32 inputs */
+} Layout;
+
+/* All sizes come from here, by kind. */
+static const Layout layouts[] = {
+    [FOUR] = {LANES, FOUR_GROUP, 0, 0, sizeof(InputGroup)},
+    [EIGHT] = {LANES, EIGHT_GROUP, 0, SCALES, sizeof(InputGroup)},
+    [BF16] = {BLOCK, 0, BLOCK * 2, 0, GROUP * (HAS_PAIRS ? 2 : 4)},
+    [F32] = {BLOCK, 0, BLOCK * 4, 0, GROUP * 4},
+};
+
 INLINE long groups_of(long columns) { return (columns + GROUP - 1) / GROUP; }
 
-/* Bytes of a row of weights; of 16 rows in low bits. */
-INLINE long row_bytes(long kind, long columns) {
-    if (kind >= BF16)
-        return columns * bytes_of(kind);
-    long groups = groups_of(columns);
-    return kind == FOUR ? groups * FOUR_GROUP : groups * EIGHT_GROUP + SCALES;
+/* Bytes of a block of weights. */
+INLINE long block_bytes(long kind, long columns) {
+    const Layout l = layouts[kind];
+    return groups_of(columns) * l.group_bytes + columns * l.column_bytes + l.last_bytes;
 }
+
+/* Bytes of a row of numbers, BF16 or F32. */
+INLINE long row_bytes(long kind, long columns) { return columns * bytes_of(kind); }
 
 /* Bytes of a row of inputs, as weights of this kind meet it. */
 INLINE long input_bytes(long kind, long columns) {
-    if (kind < BF16)
-        return groups_of(columns) * sizeof(InputGroup);
-    return groups_of(columns) * GROUP * (kind == BF16 && HAS_PAIRS ? 2 : 4);
+    return groups_of(columns) * layouts[kind].input_group_bytes;
 }
 
 /* Round 32 inputs to int8. NaN and infinity, as integers the largest, make the scale not finite. */
@@ -57,13 +73,13 @@ INLINE void round_to_int8(const Floats x[GROUP / WIDTH], InputGroup *out) {
     const int32_t *bits = (const int32_t *)x;
     int32_t codes[GROUP], largest = 0, total = 0;
     for (int i = 0; i < GROUP; i++) {
-        int32_t size = bits[i] & 0x7FFFFFFF;
-        largest = size > largest ? size : largest;
+        int32_t magnitude = bits[i] & 0x7FFFFFFF;
+        largest = magnitude > largest ? magnitude : largest;
     }
     out->scale = as_float(largest) / 127.0f;
     float inverse = out->scale > 0.0f ? 1.0f / out->scale : 0.0f;
     for (int i = 0; i < GROUP; i += WIDTH)
-        AT(Ints, codes + i) = (Ints)(x[i / WIDTH] * inverse + (float)ROUNDER) << 24 >> 24;
+        AT(Ints, codes + i) = nearest(x[i / WIDTH] * inverse) << 24 >> 24; /* the lowest byte */
     for (int i = 0; i < GROUP; i++)
         out->codes[i] = (int8_t)codes[i];
     for (int i = 0; i < GROUP; i++)
@@ -71,44 +87,52 @@ INLINE void round_to_int8(const Floats x[GROUP / WIDTH], InputGroup *out) {
     out->total = out->scale * (float)total;
 }
 
-/* Round a row of inputs to what weights of a kind meet: [columns] -> input_bytes. Zeros fill the
- * last group. Where bfloat16 weights are widened, the even columns are separated from the odd ones:
- * they are in the lower and the upper halves of 32 bits. So the inputs are separated, too. */
-static void round_inputs(long kind, const float *x, long columns, char *out) {
+/* Round 32 inputs to bfloat16. Where the processor multiplies no pairs of these, weights are
+ * widened: the even columns are in the lower halves of 32 bits, the odd ones in the upper halves.
+ * So the inputs stay 32 bits wide, and those of even columns come before those of odd ones. */
+INLINE void round_to_bf16(const Floats x[GROUP / WIDTH], char *out) {
+    Floats rounded[GROUP / WIDTH];
+    for (int i = 0; i < GROUP / WIDTH; i++)
+        rounded[i] = to_bf16(x[i]);
+    const uint32_t *bits = (const uint32_t *)rounded;
+    for (int i = 0; i < LANES; i++)
+        if (HAS_PAIRS) {
+            AT(uint32_t, out + 4 * i) = bits[2 * i] >> 16 | bits[2 * i + 1];
+        } else {
+            AT(uint32_t, out + 4 * i) = bits[2 * i];
+            AT(uint32_t, out + 4 * (LANES + i)) = bits[2 * i + 1];
+        }
+}
+
+/* Prepare a row of inputs to meet weights of a kind: [columns] -> input_bytes. Zeros fill the last
+ * group. */
+static void prepare_inputs(long kind, const float *x, long columns, char *out) {
     for (long first = 0; first < columns; first += GROUP, out += input_bytes(kind, GROUP)) {
         Floats group[GROUP / WIDTH];
         for (int i = 0; i < GROUP; i += WIDTH)
             group[i / WIDTH] = load(F32, x + first + i, columns - first - i);
-        if (kind < BF16)
-            round_to_int8(group, (InputGroup *)out);
         if (kind == F32)
             memcpy(out, group, sizeof group);
-        if (kind != BF16)
-            continue;
-        for (int i = 0; i < GROUP / WIDTH; i++)
-            group[i] = to_bf16(group[i]);
-        const uint32_t *bits = (const uint32_t *)group;
-        for (int i = 0; i < LANES; i++)
-            if (HAS_PAIRS)
-                AT(uint32_t, out + 4 * i) = bits[2 * i] >> 16 | bits[2 * i + 1];
-            else {
-                AT(uint32_t, out + 4 * i) = bits[2 * i];
-                AT(uint32_t, out + 4 * (LANES + i)) = bits[2 * i + 1];
-            }
+        else if (kind == BF16)
+            round_to_bf16(group, out);
+        else
+            round_to_int8(group, (InputGroup *)out);
     }
 }
 
-/* A tile: a few rows of weights meet a few rows of inputs, and their sums stay in registers. */
+/* A tile: a block of weights, or one row of it, meets a few rows of inputs, and their sums stay in
+ * registers. */
 typedef struct {
     const char *weights, *x; /* first rows of weights and of inputs */
-    long stride, x_stride;   /* bytes from one row to the next */
-    long columns, count;     /* count: rows of weights */
+    long stride, x_stride;   /* bytes from one row to the next; in low bits there is no stride */
+    long columns, count;     /* count: rows of weights whose products are written */
     float *out;              /* [inputs, count] products, out_stride numbers from row to row */
     long out_stride;
 } Tile;
 
-/* Add the products of 32 columns: [4, 32] weights, [inputs, 32] -> sums [4, inputs], in ``parts``
- * registers each, from ``part`` on. */
+/* Add the products of 32 columns: [4, 32] weights, [inputs, 32] -> sums [4, inputs]. A sum has
+ * PARTS registers; ``parts`` of them are added to, from ``part`` on. A register of bfloat16 weights
+ * has two columns per lane: pairs, or the lower and the upper ``half`` (see round_to_bf16). */
 INLINE void add_columns(long kind, int inputs, int parts, int part, const char *weights,
                         long stride, const char *x, long x_stride, Floats sums[BLOCK][4][2]) {
     int pairs = kind == BF16 && HAS_PAIRS, halves = pairs ? 1 : 2;
@@ -118,17 +142,17 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
         for (int row = 0; row < BLOCK; row++)
 #pragma GCC unroll 2
             for (int half = 0; half < halves; half++) {
-                long lanes = 4 * WIDTH * (part + q), place = lanes + 4 * LANES * half;
-                Uints pair = AT(const Uints, weights + row * stride + lanes);
-                Floats numbers = (Floats)(half ? pair & 0xFFFF0000 : pair << 16);
+                long offset = 4 * WIDTH * (part + q), place = offset + 4 * LANES * half;
+                Uints pair = AT(const Uints, weights + row * stride + offset);
+                Floats wide = (Floats)(half ? pair & 0xFFFF0000 : pair << 16);
                 if (kind == F32)
-                    numbers = AT(const Floats, weights + row * stride + place);
+                    wide = AT(const Floats, weights + row * stride + place);
 #pragma GCC unroll 4
                 for (int n = 0; n < inputs; n++) {
                     const char *of_x = x + n * x_stride + place;
                     Floats *sum = &sums[row][n][q];
                     *sum = pairs ? multiply_add_bf16(*sum, (Ints)pair, AT(const Ints, of_x))
-                                 : multiply_add(numbers, AT(const Floats, of_x), *sum);
+                                 : multiply_add(wide, AT(const Floats, of_x), *sum);
                 }
             }
 }
@@ -202,7 +226,7 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
 INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
     const Tile t = *tile;
     int parts = inputs == 1 ? PARTS : 1; /* at a time, which share the inputs in registers */
-    long groups = groups_of(t.columns), bytes = kind == FOUR ? FOUR_GROUP : EIGHT_GROUP;
+    long groups = groups_of(t.columns), bytes = layouts[kind].group_bytes;
 #pragma GCC unroll 4
     for (int part = 0; part < PARTS; part += parts) {
         Floats found[4][PARTS] = {0};
@@ -257,39 +281,43 @@ TILES(EIGHT, multiply_codes)
 TILES(BF16, multiply_wide)
 TILES(F32, multiply_wide)
 
-static void (*const tiles[][4])(const Tile *) = {
-    [FOUR / 8] = {FOUR_1, FOUR_2, FOUR_3, FOUR_4},
-    [EIGHT / 8] = {EIGHT_1, EIGHT_2, EIGHT_3, EIGHT_4},
-    [BF16 / 8] = {BF16_1, BF16_2, BF16_3, BF16_4},
-    [F32 / 8] = {F32_1, F32_2, F32_3, F32_4},
+static void (*const tiles[][4])(const Tile *) = { /* by kind and rows of inputs */
+    [FOUR] = {FOUR_1, FOUR_2, FOUR_3, FOUR_4},
+    [EIGHT] = {EIGHT_1, EIGHT_2, EIGHT_3, EIGHT_4},
+    [BF16] = {BF16_1, BF16_2, BF16_3, BF16_4},
+    [F32] = {F32_1, F32_2, F32_3, F32_4},
 };
 
-INLINE long block_rows(const Matrix *m) { return m->kind < BF16 ? LANES : BLOCK; }
-INLINE long blocks_of(const Matrix *m) { return (m->rows + block_rows(m) - 1) / block_rows(m); }
-
-INLINE long block_bytes(const Matrix *m) {
-    return row_bytes(m->kind, m->columns) * (m->kind < BF16 ? 1 : BLOCK);
+/* The divisors are constants: a division by a variable takes long. */
+INLINE long blocks_of(const Matrix *m) {
+    if (layouts[m->kind].block_rows == BLOCK)
+        return (m->rows + BLOCK - 1) / BLOCK;
+    return (m->rows + LANES - 1) / LANES;
 }
 
 /* Products of a block of weights with all rows of inputs, tile by tile while the block is in the
  * cache, and its biases: x [rows, columns] -> out [rows, m->rows], out_stride numbers from row to
- * row. */
+ * row. The last block may have fewer than four rows. Then each of them is a tile: with stride 0 it
+ * is multiplied as if it were four rows, and one product of these is written. */
 static void multiply_block(const Matrix *m, long block, const char *x, long rows, float *out,
                            long out_stride) {
-    long first = block * block_rows(m), count = min(block_rows(m), m->rows - first);
+    long block_rows = layouts[m->kind].block_rows, first = block * block_rows;
+    long count = min(block_rows, m->rows - first);
+    int row_by_row = block_rows == BLOCK && count < BLOCK;
     long stride = row_bytes(m->kind, m->columns), x_stride = input_bytes(m->kind, m->columns);
-    int is_part = m->kind >= BF16 && count < BLOCK; /* each row is then all four of a tile */
-    for (long row = 0, step = is_part ? 1 : count; row < count; row += step) {
-        Tile t = {m->weights + block * block_bytes(m) + row * stride, x, is_part ? 0 : stride,
-                  x_stride, m->columns, step, out + first + row, out_stride};
+    const char *weights = m->weights + block * block_bytes(m->kind, m->columns);
+    out += first;
+    for (long row = 0, step = row_by_row ? 1 : count; row < count; row += step) {
+        Tile t = {weights + row * stride, x, row_by_row ? 0 : stride, x_stride,
+                  m->columns, step, out + row, out_stride};
         for (long left = rows, inputs; left > 0; left -= inputs) {
             inputs = left == TILE_INPUTS + 1 ? (TILE_INPUTS + 1) / 2 : min(TILE_INPUTS, left);
-            tiles[m->kind / 8][inputs - 1](&t);
+            tiles[m->kind][inputs - 1](&t);
             t.x += inputs * x_stride;
             t.out += inputs * out_stride;
         }
     }
     for (long row = 0; m->bias && row < rows; row++)
-        for (long i = first; i < first + count; i++)
-            out[row * out_stride + i] += m->bias[i];
+        for (long i = 0; i < count; i++)
+            out[row * out_stride + i] += m->bias[first + i];
 }

@@ -2,6 +2,10 @@
  * bit, laid out as products.h draws them. WIDTH rows are rounded at a time, one per lane. LEVELS,
  * CUTS and FITS are those of model.quantise, by the compiler's options. */
 
+#pragma once
+#include "products.h"
+#include "threads.h"
+
 typedef struct {
     const Matrix *matrix; /* of BF16 or F32 */
     const float *shares;  /* [groups, 32] of the error of a group */
@@ -86,7 +90,7 @@ INLINE void write_codes(const Ints codes[GROUP], char *out) {
 /* Copy a block of 16 rows in four bits, in which each group has a scale and a zero. */
 static void round_to_four(void *argument, long block) {
     const Rounding *r = argument;
-    char *out = r->copy + block * row_bytes(FOUR, r->matrix->columns);
+    char *out = r->copy + block * block_bytes(FOUR, r->matrix->columns);
     for (long group = 0; group < groups_of(r->matrix->columns); group++, out += FOUR_GROUP)
         for (int lane = 0; lane < LANES; lane += WIDTH) {
             Floats weights[GROUP], scale, zero;
@@ -103,7 +107,7 @@ static void round_to_four(void *argument, long block) {
 /* Copy a block of 16 rows in eight bits: a row has one scale, of its largest weight. */
 static void round_to_eight(void *argument, long block) {
     const Rounding *r = argument;
-    long columns = r->matrix->columns, bytes = row_bytes(EIGHT, columns);
+    long columns = r->matrix->columns, bytes = block_bytes(EIGHT, columns);
     for (int lane = 0; lane < LANES; lane += WIDTH) {
         char *out = r->copy + block * bytes + 4 * lane;
         Floats weights[GROUP], scale = broadcast(0.0f);
@@ -118,7 +122,7 @@ static void round_to_eight(void *argument, long block) {
             Ints lower[GROUP], upper[GROUP];
             for (int i = 0; i < GROUP; i++) {
                 Floats ratio = blend(scale > 0.0f, weights[i] / scale, broadcast(0.0f));
-                Ints code = (Ints)(ratio + (float)ROUNDER) + 128;
+                Ints code = nearest(ratio) + 128;
                 lower[i] = code & 15;
                 upper[i] = code >> 4 & 15;
             }
@@ -129,7 +133,7 @@ static void round_to_eight(void *argument, long block) {
 }
 
 /* Bytes of 16 rows in few bits. */
-int low_bit_block_bytes(long bits, long columns) { return (int)row_bytes(bits, columns); }
+int low_bit_block_bytes(long bits, long columns) { return (int)block_bytes(bits, columns); }
 
 /* Write the copy of a matrix in few bits: uint8 [rows / 16, low_bit_block_bytes]. */
 void round_weights(const Matrix *matrix, long bits, const float *shares, char *copy) {

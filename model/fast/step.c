@@ -23,8 +23,8 @@
 typedef struct {
     Matrix qkv[3], o, gate_up[2], down; /* a sublayer without weights (kind 0) is skipped */
     const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden] */
-    const float *q_norm, *k_norm; /* [size] or NULL, as the norms after a sublayer */
-    const float *cos, *sin;       /* [positions, size / 2] */
+    const float *q_norm, *k_norm; /* [head_size] or NULL, as the norms after a sublayer */
+    const float *cos, *sin;       /* [positions, head_size / 2] */
     long window;                  /* positions that a query attends to; 0 for all */
 } Layer;
 
@@ -44,9 +44,9 @@ typedef struct { /* rows of texts on their way through the layers */
     const Layer *layer;
     Attention attention;
     long rows;
-    float *qkv;     /* [rows, heads + 2 * key_heads, size] */
-    float *gate_up; /* [rows, 2, size of the MLP] */
-    float *gated;   /* [rows, size of the MLP] */
+    float *qkv;     /* [rows, heads + 2 * key_heads, head_size] */
+    float *gate_up; /* [rows, 2, inner]: inner is the size of the MLP */
+    float *gated;   /* [rows, inner] */
 } Step;
 
 /* Embeddings of tokens times their scale: [rows, hidden]. */
@@ -72,14 +72,15 @@ typedef struct { /* linear layers on the same inputs: their outputs lie side by 
     const Matrix *matrices;
     const float *x; /* [rows, columns] */
     long rows, outputs;
-    char *inputs; /* x, rounded */
+    char *inputs; /* x, prepared */
     float *out;   /* [rows, outputs] */
 } Projection;
 
-static void round_row(void *argument, long row) {
+static void prepare_row(void *argument, long row) {
     const Projection *p = argument;
     long kind = p->matrices->kind, columns = p->matrices->columns;
-    round_inputs(kind, p->x + row * columns, columns, p->inputs + row * input_bytes(kind, columns));
+    char *out = p->inputs + row * input_bytes(kind, columns);
+    prepare_inputs(kind, p->x + row * columns, columns, out);
 }
 
 /* Multiply all rows by a block of weights. Blocks are numbered over all matrices. */
@@ -104,8 +105,8 @@ static void project(long rows, const Matrix *matrices, int count, const float *x
         p.outputs += m->rows;
     }
     p.inputs = grow(&inputs, rows * input_bytes(matrices->kind, columns));
-    run(round_row, &p, rows, columns);
-    run(project_to_block, &p, blocks, block_bytes(matrices) / 8);
+    run(prepare_row, &p, rows, columns);
+    run(project_to_block, &p, blocks, block_bytes(matrices->kind, columns) / 8);
 }
 
 /* Rotary embedding (model.layers.rotate) of a head [2 * half], in place; cos and sin are [half]. */
@@ -117,15 +118,15 @@ static void rotate(float *head, const float *cos, const float *sin, long half) {
     }
 }
 
-/* Norm of a head [size], where the family has one, and rotary embedding: in place. */
+/* Norm of a head [head_size], where the family has one, and rotary embedding: in place. */
 static void finish_head(const Step *s, const float *norm, long position, float *head) {
-    long size = s->model->attention.size, half = size / 2;
+    long size = s->model->attention.head_size, half = size / 2;
     if (norm)
         normalise(head, norm, size, s->model->eps, head);
     rotate(head, s->layer->cos + position * half, s->layer->sin + position * half, half);
 }
 
-/* Write a head [size] to the cache, in its numbers. */
+/* Write a head [head_size] to the cache, in its numbers. */
 static void write_entry(long kind, const float *head, long size, char *entry) {
     for (long i = 0; i < size; i += WIDTH)
         store(kind, entry + i * bytes_of(kind), load(F32, head + i, size - i), size - i);
@@ -137,7 +138,7 @@ static void finish_heads(void *argument, long piece) {
     const Attention *a = &s->attention;
     const AttentionConfig *c = a->config;
     const Span *span = &a->spans[piece];
-    long size = c->size, row_size = (c->heads + 2 * c->key_heads) * size;
+    long size = c->head_size, row_size = (c->heads + 2 * c->key_heads) * size;
     for (long row = 0; row < span->rows; row++) {
         long position = span->start + row;
         float *q = s->qkv + (span->row + row) * row_size;
@@ -158,7 +159,8 @@ static void finish_heads(void *argument, long piece) {
 static void attention(Step *s, const float *x, float *out) {
     static Memory qkv, attended;
     const AttentionConfig *c = &s->model->attention;
-    long q_size = c->heads * c->size, row_size = q_size + 2 * c->key_heads * c->size;
+    long q_size = c->heads * c->head_size;
+    long row_size = q_size + 2 * c->key_heads * c->head_size;
     float *of_values = grow(&attended, 4 * s->rows * q_size);
     s->qkv = grow(&qkv, 4 * s->rows * row_size);
     project(s->rows, s->layer->qkv, 3, x, s->qkv);
@@ -167,30 +169,31 @@ static void attention(Step *s, const float *x, float *out) {
     project(s->rows, &s->layer->o, 1, of_values, out);
 }
 
-/* activation(gate) * up of a row, with SiLU or tanh GELU: gate_up [2, size] -> gated [size]. */
+/* activation(gate) * up of a row, with SiLU or tanh GELU: gate_up [2, inner] -> gated [inner]. */
 static void activate(void *argument, long row) {
     Step *s = argument;
-    long size = s->layer->down.columns;
-    const float *gate = s->gate_up + row * 2 * size, *up = gate + size;
-    float *out = s->gated + row * size;
+    long inner = s->layer->down.columns;
+    const float *gate = s->gate_up + row * 2 * inner, *up = gate + inner;
+    const float sqrt_2_by_pi = 0.7978845608028654f;
+    float *out = s->gated + row * inner;
     if (s->model->is_gelu)
-        for (long i = 0; i < size; i++) {
-            float x = gate[i], inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-            out[i] = up[i] * (0.5f * x * (1.0f + hyperbolic_tangent(inner)));
+        for (long i = 0; i < inner; i++) {
+            float x = gate[i], y = sqrt_2_by_pi * (x + 0.044715f * x * x * x);
+            out[i] = up[i] * (0.5f * x * (1.0f + hyperbolic_tangent(y)));
         }
     else
-        for (long i = 0; i < size; i++)
+        for (long i = 0; i < inner; i++)
             out[i] = up[i] * (gate[i] / (1.0f + exponential(-gate[i])));
 }
 
 /* MLP sublayer (model.layers.GatedMLP): [rows, hidden] -> the same shape. */
 static void gated_mlp(Step *s, const float *x, float *out) {
     static Memory gate_up, gated;
-    long size = s->layer->down.columns;
-    s->gate_up = grow(&gate_up, 4 * s->rows * 2 * size);
-    s->gated = grow(&gated, 4 * s->rows * size);
+    long inner = s->layer->down.columns;
+    s->gate_up = grow(&gate_up, 4 * s->rows * 2 * inner);
+    s->gated = grow(&gated, 4 * s->rows * inner);
     project(s->rows, s->layer->gate_up, 2, x, s->gate_up);
-    run(activate, s, s->rows, 8 * size); /* exponentials take longer */
+    run(activate, s, s->rows, 8 * inner); /* exponentials take longer */
     project(s->rows, &s->layer->down, 1, s->gated, out);
 }
 
@@ -241,10 +244,10 @@ void step(const Model *model, const Text *texts, long count, const int64_t *toke
 }
 
 /* Attention of a prompt, whose linear layers are torch's (model.layers.attend_causally): rotated
- * queries of a text [rows, heads, size], and a cache of one layer that holds the text's entries
+ * queries of a text [rows, heads, head_size], and a cache of one layer that holds its entries
  * -> out, of the same shape. */
 void attend(const AttentionConfig *c, const Text *text, long window, const float *q, float *out) {
-    long numbers = c->heads * c->size, done = 0; /* numbers of a row */
+    long numbers = c->heads * c->head_size, done = 0; /* numbers of a row */
     for (Attention a; (a = take_rows(c, text, 1, done)).rows; done += a.rows) {
         a.window = window;
         attend_to_entries(&a, q + done * numbers, numbers, out + done * numbers);

@@ -6,6 +6,7 @@
  * does some steps by itself. So two threads beside a busy program keep .96 of the speed that one
  * thread has alone. Who does a piece does not change its bits. */
 
+#pragma once
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -23,32 +24,37 @@ enum {
 enum { SHARE = 1 << 13 }; /* cost of the pieces that are claimed at a time, at least */
 
 static struct {
-    _Alignas(64) atomic_long unclaimed;      /* pieces; 0 or less if there is none */
-    _Alignas(64) atomic_long done;           /* pieces, by helpers */
-    _Alignas(64) atomic_long helpers, share; /* of this step; pieces of a claim, at least */
+    _Alignas(64) atomic_long unclaimed; /* pieces of the task; 0 or less if there is none */
+    _Alignas(64) atomic_long done;      /* pieces that helpers have done */
+    _Alignas(64) atomic_long helpers;   /* that take part in this step */
+    atomic_long share;                  /* pieces of a claim, at least */
     Task *task; /* this and the next two stay until all claimed pieces are done */
     void *argument;
     long pieces;
-    long started, steps, alone; /* helpers; steps so far; steps left to do alone */
-    pthread_mutex_t lock;       /* of helpers that sleep until a step has begun */
+    long started;         /* helpers, in all steps so far */
+    long steps;           /* that have begun on several threads */
+    long alone;           /* steps that the caller is still to do by itself */
+    pthread_mutex_t lock; /* of helpers that sleep until a step has begun */
     pthread_cond_t begun;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER};
 
-/* Claim pieces and do them, until none is left. Returns how many were done here. */
+/* Claim pieces and do them, until none is left. Returns how many were done here. A claim is half of
+ * a thread's part of what is unclaimed: so claims are few at first, and small at last. */
 static long work(void) {
     long done = 0, unclaimed;
     while ((unclaimed = pool.unclaimed) > 0) {
         long share = max(pool.share, unclaimed / (2 * (pool.helpers + 1)));
-        long left = atomic_fetch_sub(&pool.unclaimed, share);
-        long taken = max(0, min(share, left));
-        for (long piece = 0; piece < taken; piece++)
-            pool.task(pool.argument, pool.pieces - left + piece);
+        long before = atomic_fetch_sub(&pool.unclaimed, share); /* others may have been faster */
+        long first = pool.pieces - before, taken = max(0, min(share, before));
+        for (long piece = first; piece < first + taken; piece++)
+            pool.task(pool.argument, piece);
         done += taken;
     }
     return done;
 }
 
-/* Life of a helper: work while there is some, then sleep until the next step. */
+/* Life of a helper: work while there is some, then sleep until the next step. Helpers are numbered
+ * from 0; those from pool.helpers on take no part in this step. */
 static void *help(void *number) {
     for (long seen = 0;;) {
         for (long looks = 0; looks < PATIENCE; looks++) {
@@ -56,8 +62,9 @@ static void *help(void *number) {
             if (done) {
                 atomic_fetch_add(&pool.done, done);
                 looks = 0;
-            } else if (looks > AWAKE)
+            } else if (looks > AWAKE) {
                 sched_yield();
+            }
         }
         pthread_mutex_lock(&pool.lock);
         while (pool.steps == seen)
@@ -71,8 +78,12 @@ static void *help(void *number) {
 /* Wake or start helpers, for a step on so many threads. */
 void use_threads(long threads) {
     pool.helpers = 0;
-    if (threads == 1 || pool.alone-- > 0)
+    if (threads == 1)
         return;
+    if (pool.alone > 0) {
+        pool.alone--;
+        return;
+    }
     pthread_mutex_lock(&pool.lock);
     pool.helpers = threads - 1;
     pool.steps++;
@@ -97,7 +108,7 @@ static void run(Task *task, void *argument, long pieces, long cost) {
     pool.pieces = pieces;
     pool.share = share;
     pool.done = 0;
-    pool.unclaimed = pieces;
+    pool.unclaimed = pieces; /* helpers begin at once */
     long by_helpers = pieces - work();
     for (long looks = 0; pool.done < by_helpers; looks++) {
         if (looks > AWAKE)

@@ -5,8 +5,8 @@
 #include "../../model/fast/step.c"
 #include <stdio.h>
 
-enum { LAYERS = 2, HIDDEN = 72, HEADS = 6, KEY_HEADS = 2, SIZE = 20, INNER = 37, VOCAB = 41 };
-enum { POSITIONS = 600, ROWS = 17 };
+enum { LAYERS = 2, HIDDEN = 72, HEADS = 6, KEY_HEADS = 2, HEAD_SIZE = 20, INNER = 37, VOCAB = 41 };
+enum { POSITIONS = 600, ROWS = 17, NEWEST = 20, SINKS = 4 };
 
 static uint32_t state = 1;
 
@@ -38,7 +38,7 @@ static Matrix matrix(long kind, long bits, long rows, long columns, int biased) 
     if (bits < BF16) {
         long groups = groups_of(columns);
         float *shares = numbers(groups * GROUP, 0.01f, 1.0f / GROUP);
-        char *copy = malloc((rows + LANES - 1) / LANES * row_bytes(bits, columns));
+        char *copy = malloc((rows + LANES - 1) / LANES * block_bytes(bits, columns));
         round_weights(&made, bits, shares, copy);
         free((char *)made.weights);
         free(shares);
@@ -57,15 +57,17 @@ static void print(const char *name, long kind, long bits, const void *content, l
     printf("%s %ld %ld %016llx\n", name, kind, bits, (unsigned long long)hash);
 }
 
-/* Steps of 1 to ROWS rows of two texts, with all that a family may have if it is ``rich``. */
-static void print_steps(long kind, long bits, int rich) {
+/* Steps of 1 to ROWS rows of two texts, with all that a family may have if it is ``rich``. A plan's
+ * window is the first SINKS and the ``newest`` positions, or all for 0. A layer's window is longer:
+ * for a few steps it hides a part of the sinks, then all. */
+static void print_steps(long kind, long bits, int rich, long newest) {
     Layer layers[LAYERS];
     for (int layer = 0; layer < LAYERS; layer++)
         layers[layer] = (Layer){
-            .qkv = {matrix(kind, bits, HEADS * SIZE, HIDDEN, rich),
-                    matrix(kind, bits, KEY_HEADS * SIZE, HIDDEN, rich),
-                    matrix(kind, bits, KEY_HEADS * SIZE, HIDDEN, rich)},
-            .o = matrix(kind, bits, HIDDEN, HEADS * SIZE, 0),
+            .qkv = {matrix(kind, bits, HEADS * HEAD_SIZE, HIDDEN, rich),
+                    matrix(kind, bits, KEY_HEADS * HEAD_SIZE, HIDDEN, rich),
+                    matrix(kind, bits, KEY_HEADS * HEAD_SIZE, HIDDEN, rich)},
+            .o = matrix(kind, bits, HIDDEN, HEADS * HEAD_SIZE, 0),
             .gate_up = {matrix(kind, bits, INNER, HIDDEN, rich),
                         matrix(kind, bits, INNER, HIDDEN, 0)},
             .down = matrix(kind, bits, HIDDEN, INNER, 0),
@@ -73,11 +75,11 @@ static void print_steps(long kind, long bits, int rich) {
             .attention_post_norm = rich ? numbers(HIDDEN, 0.5f, 1.0f) : NULL,
             .mlp_norm = numbers(HIDDEN, 0.5f, 1.0f),
             .mlp_post_norm = rich ? numbers(HIDDEN, 0.5f, 1.0f) : NULL,
-            .q_norm = rich ? numbers(SIZE, 0.5f, 1.0f) : NULL,
-            .k_norm = rich ? numbers(SIZE, 0.5f, 1.0f) : NULL,
-            .cos = numbers(POSITIONS * SIZE / 2, 1.0f, 0.0f),
-            .sin = numbers(POSITIONS * SIZE / 2, 1.0f, 0.0f),
-            .window = rich && layer ? 9 : POSITIONS,
+            .q_norm = rich ? numbers(HEAD_SIZE, 0.5f, 1.0f) : NULL,
+            .k_norm = rich ? numbers(HEAD_SIZE, 0.5f, 1.0f) : NULL,
+            .cos = numbers(POSITIONS * HEAD_SIZE / 2, 1.0f, 0.0f),
+            .sin = numbers(POSITIONS * HEAD_SIZE / 2, 1.0f, 0.0f),
+            .window = rich && layer ? newest + 9 : POSITIONS,
         };
     Model model = {
         .layers = layers,
@@ -90,10 +92,12 @@ static void print_steps(long kind, long bits, int rich) {
                 .kind = kind,
                 .heads = HEADS,
                 .key_heads = KEY_HEADS,
-                .groups = HEADS / KEY_HEADS,
-                .size = SIZE,
+                .heads_per_key = HEADS / KEY_HEADS,
+                .head_size = HEAD_SIZE,
                 .scale = 0.22f,
                 .soft_cap = rich ? 5.0f : 0.0f,
+                .newest = newest,
+                .sinks = SINKS,
             },
         .hidden = HIDDEN,
         .embedding_scale = rich ? 8.5f : 1.0f,
@@ -103,7 +107,7 @@ static void print_steps(long kind, long bits, int rich) {
     };
     int64_t tokens[POSITIONS + 3];
     char *entries[2][LAYERS][2];
-    long entry = SIZE * bytes_of(kind);
+    long entry = HEAD_SIZE * bytes_of(kind);
     for (int text = 0; text < 2; text++)
         for (int layer = 0; layer < LAYERS; layer++)
             for (int which = 0; which < 2; which++)
@@ -119,7 +123,7 @@ static void print_steps(long kind, long bits, int rich) {
         for (long i = 0; i < 3; i++)
             tokens[rows + i] = (i * 7 + 1) % VOCAB;
         step(&model, texts, 1 + both, tokens, logits);
-        print(rich ? "rich" : "plain", kind, bits, logits, 4 * written * VOCAB);
+        print(newest ? "window" : rich ? "rich" : "plain", kind, bits, logits, 4 * written * VOCAB);
         free(logits);
         start += rows;
     }
@@ -131,5 +135,8 @@ int main(void) {
         for (long kind = BF16; kind <= F32; kind *= 2)
             for (long bits = FOUR; bits <= F32; bits *= 2)
                 if (bits < BF16 || bits == kind)
-                    print_steps(kind, bits, rich);
+                    print_steps(kind, bits, rich, 0);
+    for (int rich = 0; rich < 2; rich++)
+        for (long kind = BF16; kind <= F32; kind *= 2)
+            print_steps(kind, kind, rich, NEWEST);
 }

@@ -393,6 +393,15 @@ def test_a_step_reads_and_writes_no_memory_of_others(
         assert printed(program)
 
 
+@needs_cc
+@pytest.mark.parametrize("file", library.SOURCES[1:], ids=lambda file: file.name)
+def test_each_header_of_the_step_compiles_alone_and_twice(file: Path) -> None:
+    """It includes what it needs, so that an editor can check it."""
+    flags = [*library.FLAGS, *library.machine_flags(), "-fsyntax-only", "-xc"]
+    twice = f"-include{file}", f"-include{file}"
+    subprocess.run(["cc", *flags, *twice, "/dev/null"], check=True)
+
+
 NUMBERS = """
 #include "%s"
 #define APPLY(name, of_x)                                    \\
