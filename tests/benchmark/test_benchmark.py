@@ -2,13 +2,16 @@
 
 import json
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 import generate
+from app.common.parsers import parser_of
 from benchmark import __main__ as command
 from benchmark import sections, timing
 from benchmark.picture import picture
@@ -18,6 +21,7 @@ from tests.calls import interrupted, status_of
 from tests.commands import Outcome
 from tests.folders import write_folder
 from tests.pictures import faults
+from training.corpus.stories import story_request
 
 ROUND = Round(0, [7, 7, 7], 1, [7, 7])
 DRAFTS = ["exit 3", "low bits", "model"]
@@ -141,8 +145,39 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_p
         found = find_drafts(session, exits).items()
         return [name for name, each in found if "adaptive" not in name and each.gamma is None]
 
-    assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "plan.json", "auto"]
+    assert drafts(2, 3, gamma=3) == ["lookup", "exit 2", "exit 3", "plan.json", "auto"]
     assert drafts(1, gamma=0) == ["lookup", "exit 1", "auto"]
+
+
+def test_a_library_has_the_early_exits_of_our_own_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default a middle and a late one."""
+    monkeypatch.setattr(
+        command.ways, "transformers_ways", lambda _, exits, model: {f"of {[*exits]}": None}
+    )
+    arguments = ["--model", str(write_folder(tmp_path)), "--device", "cpu"]
+    arguments += ["--against", "transformers", "--prompts", "stories", "--quick"]
+    for given, exits in ([], [2, 3]), (["--exit-layer", "1"], [1]):
+        bench = command.prepare(parser_of(command.OPTIONS).parse_args([*arguments, *given]))
+        assert [*bench.libraries] == [f"of {exits}"]
+        assert {f"exit {layer}" for layer in exits} <= {*bench.drafts}
+
+
+def test_the_stories_are_those_of_old_measurements() -> None:
+    """They are made by templates of the corpus."""
+    requests = [story_request(Random(seed))[0] for seed in range(command.STORIES)]
+    assert sha256("\n".join(requests).encode()).hexdigest()[:16] == "865ac7c38bbe2b62"
+
+
+def test_the_rounds_of_two_shapes_are_lines_of_their_own() -> None:
+    rows = [
+        {"shape": shape, "decoder": "exit", "accepted": rate, "speed-up": 1.5}
+        for shape in ("small", "large")
+        for rate in (0.7, 0.8)
+    ]
+    lines = picture({"rounds": rows}).axes[0].lines
+    assert [line.get_label() for line in lines] == ["small, exit", "large, exit"]
 
 
 BAD = {
@@ -155,6 +190,9 @@ BAD = {
     "--shape lama-1b": "no shape is called 'lama-1b': give smollm2-135m, qwen3-0.6b",
     "--shape qwen3-0.6b --rounds lama-1b": "no shape is called 'lama-1b'",
     "--rounds qwen3-0.6b --draft-model x": "measure random weights: leave out --draft-model",
+    "--shape qwen3-0.6b --model x --quick --prompts code --coupling ratio --max-new-tokens 8": (
+        "leave out --model, --prompts, --quick, --max-new-tokens, --coupling"
+    ),
     "--context 5000": "the prompt has 5018 tokens",
     "--model no-such": "no folder 'no-such'",
 }
@@ -164,5 +202,8 @@ BAD = {
 def test_what_cannot_be_measured_is_refused_in_one_line(
     options: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = status_of(command.main, ["--model", "tiny-llama", "--device", "cpu", *options.split()])
+    arguments = [*options.split(), "--device", "cpu"]
+    if not {"--shape", "--rounds", "--model"} & {*arguments}:
+        arguments += ["--model", "tiny-llama"]
+    status = status_of(command.main, arguments)
     assert complaint in Outcome(status, *capsys.readouterr()).complaint
