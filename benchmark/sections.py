@@ -71,8 +71,8 @@ class Bench:
         Raises InputError for a prompt that is too long, before any is timed.
         """
         session = self.session
-        begun = [begin(session, session.options, case) for case in cases]
-        slot = session.new_slot(max(sample.source.longest for sample in begun))
+        begun = (begin(session, session.options, case).source for case in cases)
+        slot = session.new_slot(max(text.longest for text in begun))
         options = {"plain": session.options, **drafts}
         ours = {name: partial(write, session, slot, each) for name, each in options.items()}
         return compare(ours | libraries, cases, session.device, [case.kind for case in cases])

@@ -198,13 +198,12 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
     plain = seconds_per_token(model, None, 0.0)
     read = bytes_read(model.config, LayerPlan.full(model.num_layers), dtype.itemsize)
     share = read / plain / bandwidth(device)
-    speed = {"tokens/s": 1 / plain, "of the bandwidth": share}
-    rows: list[Row] = [{"shape": shape, "decoder": "plain", **speed}]
+    rows: list[Row] = [{"decoder": "plain", "tokens/s": 1 / plain, "of the bandwidth": share}]
     for name, plan in plans_of(model).items():
         for rate in ROUNDS_ACCEPT:
             seconds = seconds_per_token(model, plan, rate)
             speed = {"tokens/s": 1 / seconds, "speed-up": plain / seconds}
-            rows.append({"shape": shape, "decoder": name, "accepted": rate, **speed})
+            rows.append({"decoder": name, "accepted": rate, **speed})
     if model.trouble:  # a step has fallen back
         say(f"{shape}: {model.trouble}")
-    return rows
+    return [{"shape": shape} | row for row in rows]

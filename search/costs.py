@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain, islice, pairwise
-from operator import truediv
 from statistics import median
 from time import perf_counter
 
@@ -152,13 +150,25 @@ def measure_costs(
     for turn in range(TURNS):
         prompt = list(prompts[turn % len(prompts)])[:room]
         slot.read(session.begin(prompt), model)
-        seconds = partial(seconds_of_round, session, slot.cache, prompt)
-        verifying.append([seconds(Repetition(), length) for length in range(LONGEST_DRAFT + 1)])
-        drafting.append({plan: seconds(each, TIMED_DRAFT) for plan, each in drafters.items()})
-    plain = [turn[0] for turn in verifying]
-    verify = [median(map(truediv, each, plain)) for each in zip(*verifying, strict=True)]
+        verifying.append(
+            [
+                seconds_of_round(session, slot.cache, prompt, Repetition(), length)
+                for length in range(LONGEST_DRAFT + 1)
+            ]
+        )
+        drafting.append(
+            {
+                plan: seconds_of_round(session, slot.cache, prompt, drafter, TIMED_DRAFT)
+                for plan, drafter in drafters.items()
+            }
+        )
+    turns = [*zip(verifying, drafting, strict=True)]  # verified[0] is a plain round
+    verify = [
+        median(verified[length] / verified[0] for verified, _ in turns)
+        for length in range(LONGEST_DRAFT + 1)
+    ]
     rounds = {
-        plan: median(map(truediv, (turn[plan] for turn in drafting), plain)) for plan in plans
+        plan: median(drafted[plan] / verified[0] for verified, drafted in turns) for plan in plans
     }
     steps = {
         plan: max(0.0, cost - verify[TIMED_DRAFT]) / TIMED_DRAFT for plan, cost in rounds.items()

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import generate
 from app.common.parsers import parser_of
 from benchmark import __main__ as command
 from benchmark import sections, timing
 from benchmark.picture import picture
-from benchmark.ways import Written, find_drafts
+from benchmark.ways import Written
 from decoding.rounds import Round
 from tests.calls import interrupted, status_of
 from tests.commands import Outcome
@@ -135,49 +134,31 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     assert rows[2] == rows[2] | expected
 
 
-def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
-    """No draft has a length of its own, so that an adaptive one has that of a user's."""
-    folder = write_folder(tmp_path)
-
-    def drafts(*exits: int, **plan: Any) -> list[str]:
-        (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
-        session = generate.load(str(folder), device="cpu", no_compile=True)
-        found = find_drafts(session, exits).items()
-        return [name for name, each in found if "adaptive" not in name and each.gamma is None]
-
-    assert drafts(2, 3, gamma=3) == ["lookup", "exit 2", "exit 3", "plan.json", "auto"]
-    assert drafts(1, gamma=0) == ["lookup", "exit 1", "auto"]
-
-
-def test_a_library_has_the_early_exits_of_our_own_drafts(
+def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default a middle and a late one."""
-    monkeypatch.setattr(
-        command.ways, "transformers_ways", lambda _, exits, model: {f"of {[*exits]}": None}
-    )
-    arguments = ["--model", str(write_folder(tmp_path)), "--device", "cpu"]
-    arguments += ["--against", "transformers", "--prompts", "stories", "--quick"]
-    for given, exits in ([], [2, 3]), (["--exit-layer", "1"], [1]):
-        bench = command.prepare(parser_of(command.OPTIONS).parse_args([*arguments, *given]))
-        assert [*bench.libraries] == [f"of {exits}"]
-        assert {f"exit {layer}" for layer in exits} <= {*bench.drafts}
+    """No draft has a length of its own, so that an adaptive one has that of a user's. A library has
+    the same early exits.
+    """
+    folder = write_folder(tmp_path)
+    noted = []
+    monkeypatch.setattr(command.ways, "transformers_ways", lambda *given: noted.append(given) or {})
+
+    def drafts(*more: str, **plan: Any) -> list[str]:
+        (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
+        given = ["--model", str(folder), "--device", "cpu", "--against", "transformers", *more]
+        found = command.prepare(parser_of(command.OPTIONS).parse_args(given)).drafts.items()
+        return [name for name, each in found if "adaptive" not in name and each.gamma is None]
+
+    assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "low bits", "plan.json", "auto"]
+    assert drafts("--exit-layer", "1", gamma=0) == ["lookup", "exit 1", "low bits", "auto"]
+    assert [[*exits] for _, exits, _ in noted] == [[2, 3], [1]]
 
 
 def test_the_stories_are_those_of_old_measurements() -> None:
     """They are made by templates of the corpus."""
     requests = [story_request(Random(seed))[0] for seed in range(command.STORIES)]
     assert sha256("\n".join(requests).encode()).hexdigest()[:16] == "865ac7c38bbe2b62"
-
-
-def test_the_rounds_of_two_shapes_are_lines_of_their_own() -> None:
-    rows = [
-        {"shape": shape, "decoder": "exit", "accepted": rate, "speed-up": 1.5}
-        for shape in ("small", "large")
-        for rate in (0.7, 0.8)
-    ]
-    lines = picture({"rounds": rows}).axes[0].lines
-    assert [line.get_label() for line in lines] == ["small, exit", "large, exit"]
 
 
 BAD = {
@@ -202,8 +183,6 @@ BAD = {
 def test_what_cannot_be_measured_is_refused_in_one_line(
     options: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*options.split(), "--device", "cpu"]
-    if not {"--shape", "--rounds", "--model"} & {*arguments}:
-        arguments += ["--model", "tiny-llama"]
-    status = status_of(command.main, arguments)
+    model = "" if options.startswith(("--shape", "--rounds")) else "--model tiny-llama "
+    status = status_of(command.main, f"{model}--device cpu {options}".split())
     assert complaint in Outcome(status, *capsys.readouterr()).complaint

@@ -10,6 +10,7 @@ import torch
 from app.common.files import read_json
 from benchmark import __main__ as command
 from benchmark import shapes, timing
+from benchmark.picture import picture
 from decoding.drafters import ModelDrafter
 from model.plan import LayerPlan
 from tests.folders import LLAMA
@@ -61,7 +62,7 @@ def test_rounds_have_the_given_acceptance_rates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a clock that moves a second with each step of the target, drafts of four tokens that are
-    accepted whole write five tokens a second, and drafts that are rejected one. Rows name their
+    accepted whole write five tokens a second, and drafts that are rejected one. Lines name their
     shape; a fall-back of the model is told, and no row.
     """
     clock = [0.0]
@@ -79,6 +80,7 @@ def test_rounds_have_the_given_acceptance_rates(
     model.trouble = "steps have fallen back"
     plain, *drafts = shapes.measure_rounds("toy", model.dtype, model.device)
     assert capsys.readouterr().err == "[toy: steps have fallen back]\n"
-    assert {row["shape"] for row in (plain, *drafts)} == {"toy"}
+    lines = picture({"rounds": [plain, *drafts]}).axes[0].lines
+    assert [line.get_label() for line in lines] == ["toy, exit"]
     assert plain["tokens/s"] == 1
     assert [(row["decoder"], row["speed-up"]) for row in drafts] == [("exit", 1), ("exit", 5)]

@@ -14,6 +14,7 @@ import optuna
 import pytest
 import torch
 
+from app.common.files import write_text
 from app.options import Options
 from app.plan_file import read_plan
 from decoding.sampling import SamplingParams, distribution
@@ -351,33 +352,26 @@ def test_the_best_early_exit_is_confirmed_whichever_plans_were_tried(
     assert confirmed == [{low} | ({LayerPlan.early_exit(2, 1)} if 0 in bits else set())]
 
 
+@pytest.mark.parametrize("damaged", ["{", "{}", "[]"])
 def test_costs_are_measured_once_for_all_studies_of_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of a damaged file are measured again."""
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    write_text(tmp_path / "costs/a study.json", damaged)
     measured = iter([COSTS])
     monkeypatch.setattr(costs, "measure_costs", lambda *how: next(measured))
     found = [costs.kept_costs("a study", None, [], [], []) for _ in range(2)]
     assert found == [COSTS] * 2
 
 
-@pytest.mark.parametrize("kept", [None, "{", "{}", "[]"])
-def test_costs_that_are_damaged_or_cannot_be_kept_are_measured(
-    kept: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.usefixtures("known_costs")
+def test_costs_that_cannot_be_kept_are_measured_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be kept is told in one line."""
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(costs, "measure_costs", lambda *how: COSTS)
-    if kept is None:
-        (tmp_path / "costs").write_text("a file in the place of the folder")
-    else:
-        (tmp_path / "costs").mkdir()
-        (tmp_path / "costs/a study.json").write_text(kept)
+    monkeypatch.setenv("SPECDEC_CACHE", "/dev/null")
     assert costs.kept_costs("a study", None, [], [], []) == COSTS
-    assert ("the costs are not kept" in capsys.readouterr().err) == (kept is None)
+    assert "[the costs are not kept" in capsys.readouterr().err
 
 
 def test_a_context_too_short_to_time_drafts_is_refused(tmp_path: Path) -> None:
