@@ -27,6 +27,7 @@ from app.common.parsers import (
     MODEL,
     TEMPERATURE,
     Groups,
+    parser_of,
     picture_file,
     script,
     within,
@@ -46,8 +47,7 @@ from weights.load import DTYPES, model_folder
 
 STORIES = 24  # prompts of the kind "stories"
 OF_TEXTS = ("coupling", "device", "dtype", "max_new_tokens", "temperature")  # options of all texts
-# options that shapes have no use for
-OF_A_MODEL = ("against", "context", "draft_model", "exit_layer", "off_grid", "only", "temperature")
+OF_SHAPES = ("shape", "rounds", "device", "dtype", "json", "plot")  # all that shapes read
 AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
 
 OPTIONS: Groups = {
@@ -143,11 +143,18 @@ def benchmark(options: argparse.Namespace) -> None:
     if options.against and options.temperature:
         raise InputError("--against measures greedy texts: leave out --temperature")
     named = [*options.shape, *options.rounds]
-    unused = [name.replace("_", "-") for name in OF_A_MODEL if getattr(options, name)]
-    if named and unused:
-        raise InputError(f"--shape and --rounds measure random weights: leave out --{unused[0]}")
     for shape in named:
         shapes.config_of(shape)  # which refuses an unknown name
+    default = vars(parser_of(OPTIONS).parse_args([]))
+    unused = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if name not in OF_SHAPES and value != default[name]
+    ]
+    if named and unused:
+        raise InputError(
+            f"--shape and --rounds measure random weights: leave out {', '.join(unused)}"
+        )
     device = pick_device(options.device)
     about = machine(device)
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
@@ -177,9 +184,9 @@ def measured(
         return
     bench = prepare(options)
     wanted = [*options.only, *(["context"] if options.context else [])] or sections.DEFAULT
-    for name, measure in sections.SECTIONS.items():
+    for name, (title, measure) in sections.SECTIONS.items():
         if name in wanted:
-            yield name, f"{bench.session.name}: {measure.__doc__.splitlines()[0]}", measure(bench)
+            yield name, f"{bench.session.name}: {title}", measure(bench)
 
 
 def prepare(options: argparse.Namespace) -> sections.Bench:
@@ -201,17 +208,21 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         for kind in options.prompts
         for number, text in enumerate(prompts[kind][: 1 if options.quick else None])
     ]
-    drafting = (options.exit_layer, options.draft_model)
+    layers = session.config.num_layers
+    exits = options.exit_layer or (max(1, layers // 2), max(1, layers * 4 // 5))
     libraries: dict[str, ways.Way] = {}
     for library in options.against:
         name, _, file = library.partition("=")
-        if name not in ways.LIBRARIES:
+        loaders = {
+            "transformers": partial(ways.transformers_ways, session, exits, options.draft_model),
+            "llama.cpp": partial(ways.llama_cpp_ways, session, file),
+        }
+        if name not in loaders:
             raise InputError(f"--against {library}: give {AGAINST}")
         with explaining(f"--against {library} cannot be loaded", (Exception,)):  # it may raise any
-            libraries |= ways.LIBRARIES[name](session, file, *drafting)
-    drafts = ways.find_drafts(session, *drafting)
-    turns = 1 if options.quick else sections.TURNS
-    return sections.Bench(session, cases, drafts, libraries, turns, options.context)
+            libraries |= loaders[name]()
+    drafts = ways.find_drafts(session, exits, options.draft_model)
+    return sections.Bench(session, cases, drafts, libraries, options.quick, options.context)
 
 
 main = script(benchmark, OPTIONS, "python -m benchmark", __doc__)

@@ -17,6 +17,7 @@ from app.common.files import read_text, write_text
 from app.options import Options
 from app.session import Session
 from model.decoder import Decoder
+from model.places import version
 from model.quantise import GROUP, quantise
 from weights.checkpoint import save_model
 from weights.importance import PROMPTS, input_squares, linear_layers
@@ -28,11 +29,12 @@ TEXTS = 8  # sets of texts that the inputs are measured on
 
 def off_grid_folder(folder: Path) -> Path:
     """Return the folder of the copy, beside the checkpoint's; made unless it says that it was made
-    from these weights.
+    from these weights by this file.
     """
     copy = folder.with_name(f"{folder.name}-off-grid")
     made_from = copy / "made_from.txt"
-    if made_from.exists() and read_text(made_from) == model_fingerprint(folder):
+    sources = f"{model_fingerprint(folder)} {version([Path(__file__)])}"
+    if made_from.exists() and read_text(made_from) == sources:
         return copy
     say(
         f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some"
@@ -46,7 +48,7 @@ def off_grid_folder(folder: Path) -> Path:
     ]
     add_noise(session.model, texts, seed=0)
     save_model(session.model, copy, tokenizer_from=folder)
-    write_text(made_from, model_fingerprint(folder))
+    write_text(made_from, sources)
     return copy
 
 

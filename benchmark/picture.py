@@ -12,27 +12,29 @@ from app.common.table import Row
 
 
 class Panel(NamedTuple):
-    """Title of a panel, the columns of both axes, and that of the names of lines. Without lines a
-    row is a dot, whose name is on the y axis.
+    """Title of a panel, the columns of both axes, and those that name a line. Without lines a row
+    is a dot, whose name is on the y axis.
     """
 
     title: str
     x: str
     y: str
-    lines: str | None = None
+    lines: tuple[str, ...] = ()
 
 
 PANELS = {
-    "shapes": Panel("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", "step"),
-    "rounds": Panel("Speed-up at given acceptance rates", "accepted", "speed-up", "decoder"),
+    "shapes": Panel("Speed-up at α = 0.8, computed", "parameters, 10⁶", "at 0.8", ("step",)),
+    "rounds": Panel(
+        "Speed-up at given acceptance rates", "accepted", "speed-up", ("shape", "decoder")
+    ),
     "costs": Panel("Costs of steps", "plain rounds", "step"),
     "speed": Panel("Speed-up over plain decoding", "speed-up", "decoder"),
-    "first-token": Panel("Time to the first token", "tokens", "ms", "decoder"),
+    "first-token": Panel("Time to the first token", "tokens", "ms", ("decoder",)),
     "structured": Panel("Speed-up under JSON schemas", "speed-up", "decoder"),
-    "context": Panel("Speed-up after long prompts", "context", "speed-up", "decoder"),
-    "together": Panel("Texts written together", "texts", "tokens/s", "decoder"),
+    "context": Panel("Speed-up after long prompts", "context", "speed-up", ("decoder",)),
+    "together": Panel("Texts written together", "texts", "tokens/s", ("decoder",)),
     "adaptive": Panel(
-        "Simulated speed-up by the cost of a draft step", "draft step", "speed-up", "decoder"
+        "Simulated speed-up by the cost of a draft step", "draft step", "speed-up", ("decoder",)
     ),
 }
 
@@ -43,15 +45,19 @@ def picture(report: Mapping[str, list[Row]]) -> Figure:
     panels = figure.subplots(len(report), squeeze=False)[:, 0]
     for (section, rows), axes in zip(report.items(), panels, strict=True):
         panel = PANELS[section]
-        rows = [row for row in rows if {panel.x, panel.y} <= row.keys()]
-        if panel.lines is None:
+        rows = [
+            row | {"line": ", ".join(row[name] for name in panel.lines)}
+            for row in rows
+            if {panel.x, panel.y} <= row.keys()
+        ]
+        if not panel.lines:
             for kind in (*rows[0].get("kinds", ()), panel.x):
                 axes.plot(column(rows, kind), column(rows, panel.y), "o", label=kind)
             axes.axvline(1, color=MUTED, linestyle="--")
             axes.invert_yaxis()
-        for each in dict.fromkeys(row.get(panel.lines) for row in rows if panel.lines):
-            own = [row for row in rows if row[panel.lines] == each]
-            axes.plot(column(own, panel.x), column(own, panel.y), "o-", label=each)
+        for name in dict.fromkeys(row["line"] for row in rows if panel.lines):
+            own = [row for row in rows if row["line"] == name]
+            axes.plot(column(own, panel.x), column(own, panel.y), "o-", label=name)
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure

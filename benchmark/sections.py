@@ -1,8 +1,7 @@
 """Sections of the benchmark, each of which measures one table.
 
-A new one is a function, its name in ``SECTIONS``, and its panel in ``picture.PANELS``. The first
-line of the function's docstring is the title of its table. Knows nothing of command lines and
-screens.
+A new one is a function, its name and the title of its table in ``SECTIONS``, and its panel in
+``picture.PANELS``. Knows nothing of command lines and screens.
 """
 
 import json
@@ -26,7 +25,7 @@ from app.plan_file import LONGEST_DRAFT
 from app.session import Session
 from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed
-from benchmark.ways import LIBRARIES, Case, Way, Written, begin, write
+from benchmark.ways import PLAIN, Case, Way, Written, begin, write
 from decoding.rounds import Statistics
 from search.texts import PROMPTS, after_documents
 from training.corpus.stories import repetition
@@ -48,16 +47,21 @@ class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
     options of each draft, and the ways of other libraries.
 
-    ``turns`` is the number of turns of the other sections, 1 in a quick run. ``contexts`` are the
-    numbers of tokens before the requests of the section "context".
+    A ``quick`` run has one turn of each section, and no long prompts. ``contexts`` are the numbers
+    of tokens before the requests of the section "context".
     """
 
     session: Session
     cases: Sequence[Case]
     drafts: dict[str, Options]
     libraries: dict[str, Way]
-    turns: int
+    quick: bool
     contexts: Sequence[int]
+
+    @property
+    def turns(self) -> int:
+        """Turns of all sections but "speed"."""
+        return 1 if self.quick else TURNS
 
     def measure(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
@@ -67,11 +71,10 @@ class Bench:
         Raises InputError for a prompt that is too long, before any is timed.
         """
         session = self.session
-        session.slot = None  # the cache of other cases, which may be larger
-        for case in cases:
-            begin(session, session.options, case)
+        begun = (begin(session, session.options, case).source for case in cases)
+        slot = session.new_slot(max(text.longest for text in begun))
         options = {"plain": session.options, **drafts}
-        ours = {name: partial(write, session, each) for name, each in options.items()}
+        ours = {name: partial(write, session, slot, each) for name, each in options.items()}
         return compare(ours | libraries, cases, session.device, [case.kind for case in cases])
 
 
@@ -123,7 +126,7 @@ def compare(
 
 
 def costs_section(bench: Bench) -> list[Row]:
-    """Costs of verifications and of draft steps, in plain rounds, by the model's steps alone."""
+    """Return the costs of verifications and of draft steps."""
     session = bench.session
     slot = session.new_slot(max(ROWS))
     drafters = {}
@@ -135,12 +138,12 @@ def costs_section(bench: Bench) -> list[Row]:
 
 
 def speed_section(bench: Bench) -> list[Row]:
-    """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
+    """Return the speeds of the bench's own cases, in each way."""
     return bench.measure(bench.drafts, bench.libraries, bench.cases)
 
 
 def structured_section(bench: Bench) -> list[Row]:
-    """Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.
+    """Return the speeds of texts under JSON schemas.
 
     The drafts are forced tokens alone, low bits where they are fast, and auto.
     """
@@ -158,12 +161,12 @@ def structured_section(bench: Bench) -> list[Row]:
 
 
 def first_token_section(bench: Bench) -> list[Row]:
-    """Time to the first token of a text of n tokens, prompt included.
+    """Return the seconds to the first token of texts of several lengths.
 
     Of other libraries plain decoding is timed alone.
     """
-    lengths = LENGTHS if bench.turns > 1 else LENGTHS[:QUICK_LENGTHS]  # a quick run has one turn
-    others = {name: way for name, way in bench.libraries.items() if name in LIBRARIES}
+    lengths = LENGTHS[:QUICK_LENGTHS] if bench.quick else LENGTHS
+    others = {name: way for name, way in bench.libraries.items() if name in PLAIN}
     return [
         {
             "decoder": row["decoder"],
@@ -178,7 +181,7 @@ def first_token_section(bench: Bench) -> list[Row]:
 
 
 def context_section(bench: Bench) -> list[Row]:
-    """Texts after long prompts of n tokens, without prefill: speed-up over plain decoding.
+    """Return the speeds of texts after long prompts.
 
     A prompt is a part of this project's documents, followed by a request to write something else.
     """
@@ -201,7 +204,7 @@ def context_section(bench: Bench) -> list[Row]:
 
 
 def together_section(bench: Bench) -> list[Row]:
-    """Texts written n at a time: tokens per second of all, and the speed-up of drafts.
+    """Return the speeds of texts that are written several at a time.
 
     Always the same 16 texts, without the time until their first tokens. The draft beside auto is
     the draft model's or in low bits, else another one. "equal" counts the turns in which all texts
@@ -238,7 +241,7 @@ def write_together(
 
 
 def adaptive_section(bench: Bench) -> list[Row]:
-    """Simulated speed-up by the cost of a draft step, for each draft length and the adaptive exit.
+    """Return the speed-ups that follow from simulated costs of a draft step.
 
     The first early exit writes greedy texts in each way. Their rounds and drafted tokens have the
     cost of a draft step that is simulated; a verification is taken to cost a plain round.
@@ -264,13 +267,36 @@ def adaptive_section(bench: Bench) -> list[Row]:
 
 
 DEFAULT = ("costs", "speed", "first-token")
-# In the order in which they are measured
-SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
-    "costs": costs_section,
-    "speed": speed_section,
-    "first-token": first_token_section,
-    "structured": structured_section,
-    "context": context_section,
-    "together": together_section,
-    "adaptive": adaptive_section,
+# Titles of their tables and functions, in the order in which they are measured
+SECTIONS: dict[str, tuple[str, Callable[[Bench], list[Row]]]] = {
+    "costs": (
+        "Costs of verifications and of draft steps, in plain rounds, by the model's steps alone.",
+        costs_section,
+    ),
+    "speed": (
+        "Texts, prefill included: medians over all prompts (lowest-highest), and by kind of"
+        " prompt.",
+        speed_section,
+    ),
+    "first-token": (
+        "Time to the first token of a text of n tokens, prompt included.",
+        first_token_section,
+    ),
+    "structured": (
+        "Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.",
+        structured_section,
+    ),
+    "context": (
+        "Texts after long prompts of n tokens, without prefill: speed-up over plain decoding.",
+        context_section,
+    ),
+    "together": (
+        "Texts written n at a time: tokens per second of all, and the speed-up of drafts.",
+        together_section,
+    ),
+    "adaptive": (
+        "Simulated speed-up by the cost of a draft step, for each draft length and the adaptive"
+        " exit.",
+        adaptive_section,
+    ),
 }

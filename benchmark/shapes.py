@@ -10,12 +10,13 @@ what a draft gains on this machine, sampling and verification included. A shape 
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from app.common.command_line import say
 from app.common.files import read_json
 from app.common.table import Row
 from app.loaded import accelerated
@@ -50,33 +51,39 @@ COPIED = 1 << 28  # bytes, by whose copies the bandwidth is measured
 COPIES = 20
 
 
+class Step(NamedTuple):
+    """What is timed: ``count`` steps of ``rows`` tokens each, one after another."""
+
+    name: str
+    rows: int = 1
+    count: int = 1
+
+
 @torch.inference_mode()
 def measure_steps(
     model: Decoder, cache: KVCache, drafters: Mapping[str, ModelDrafter]
 ) -> list[Row]:
     """Return the costs of verifications by a model and of draft steps, in its plain steps."""
     target = ModelDrafter(model, cache)
-    steps: dict[Any, Any] = {
-        ("verification", rows, 1): partial(run_steps, target, rows, 1) for rows in ROWS
+    ran_by = {Step("verification", rows): target for rows in ROWS} | {
+        Step(f"draft step, {name}", count=DRAFTED): drafter for name, drafter in drafters.items()
     }
-    for name, drafter in drafters.items():
-        steps[f"draft step, {name}", 1, DRAFTED] = partial(run_steps, drafter, 1, DRAFTED)
-    runs = take_turns(steps, range(TURNS), model.device)
-    ms = {key: spread(1e3 * took / key[2] for _, took in each) for key, each in runs.items()}
-    plain = ms["verification", 1, 1]["median"]
+    ways = {step: partial(run_steps, drafter, step) for step, drafter in ran_by.items()}
+    runs = take_turns(ways, range(TURNS), model.device)
+    ms = {step: spread(1e3 * took / step.count for _, took in each) for step, each in runs.items()}
+    plain = ms[Step("verification")]["median"]
     return [
-        {"step": name, "tokens": tokens, "plain rounds": each["median"] / plain, "ms": each}
-        for (name, tokens, _), each in ms.items()
+        {"step": step.name, "tokens": step.rows, "plain rounds": each["median"] / plain, "ms": each}
+        for step, each in ms.items()
     ]
 
 
-def run_steps(drafter: ModelDrafter, rows: int, count: int, turn: int = 0) -> None:
-    """Run steps of a drafter's model, of some rows each, from position 0 on, one after another,
-    each up to the choice of the likeliest token, which the host reads. The cache forgets them. All
-    turns are alike.
+def run_steps(drafter: ModelDrafter, step: Step, turn: int = 0) -> None:
+    """Run the steps of a drafter's model from position 0 on, each up to the choice of the likeliest
+    token, which the host reads. The cache forgets them. All turns are alike.
     """
-    tokens = torch.zeros(1, rows, dtype=torch.int64, device=drafter.model.device)
-    for start in range(0, rows * count, rows):
+    tokens = torch.zeros(1, step.rows, dtype=torch.int64, device=drafter.model.device)
+    for start in range(0, step.rows * step.count, step.rows):
         drafter.model(tokens, drafter.cache, start, drafter.plan)[0, -1].argmax().item()
     drafter.cache.truncate(0)
 
@@ -197,6 +204,6 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
             seconds = seconds_per_token(model, plan, rate)
             speed = {"tokens/s": 1 / seconds, "speed-up": plain / seconds}
             rows.append({"decoder": name, "accepted": rate, **speed})
-    if model.trouble:
-        rows.append({"decoder": model.trouble})
-    return rows
+    if model.trouble:  # a step has fallen back
+        say(f"{shape}: {model.trouble}")
+    return [{"shape": shape} | row for row in rows]

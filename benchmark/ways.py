@@ -16,7 +16,7 @@ import torch
 from app.loaded import CONTEXT
 from app.options import Options
 from app.plan_file import GAMMA
-from app.sample import Sample
+from app.sample import Sample, Slot
 from app.session import Session
 from decoding.rounds import Round
 from weights.load import model_folder
@@ -52,15 +52,13 @@ Way = Callable[[Case], Written]
 
 
 def find_drafts(
-    session: Session, exit_layers: Sequence[int] = (), draft_model: str | None = None
+    session: Session, exit_layers: Sequence[int], draft_model: str | None = None
 ) -> dict[str, Options]:
-    """Return the options of each draft: lookup, early exits, by default a middle and a late one,
-    low bits where they are fast, the plan in the model's folder if it pays, the draft model if
-    there is one, and auto. Those by a model also have the adaptive exit.
+    """Return the options of each draft: lookup, early exits, low bits where they are fast, the plan
+    in the model's folder if it pays, the draft model if there is one, and auto. Those by a model
+    also have the adaptive exit.
     """
-    layers = session.config.num_layers
-    exits = exit_layers or (max(1, layers // 2), max(1, layers * 4 // 5))
-    by_model = {f"exit {layer}": {"draft": "exit", "exit_layer": layer} for layer in exits}
+    by_model = {f"exit {layer}": {"draft": "exit", "exit_layer": layer} for layer in exit_layers}
     if session.model.abilities.low_bits:
         by_model["low bits"] = {"draft": "lowbit"}
     plan = session.plan_for(Options(draft="auto"))  # read once, not for each text
@@ -84,20 +82,21 @@ def begin(session: Session, options: Options, case: Case) -> Sample:
     return sample
 
 
-def write(session: Session, options: Options, case: Case) -> Written:
-    """Return the text of a case, on the session's own cache."""
+def write(session: Session, slot: Slot, options: Options, case: Case) -> Written:
+    """Return the text of a case, on the cache of all cases."""
     sample = begin(session, options, case)
     if case.reads_prompt:
-        session.slot_for(sample.source.longest).tokens = []
-    session.finish(sample)
+        slot.tokens = []  # of the case before
+    for _ in session.rounds(sample, slot):
+        pass
     return Written([sample.tokens], sample.rounds, 0.0 if case.reads_prompt else sample.seconds)
 
 
 def transformers_ways(
-    session: Session, file: str, exit_layers: Sequence[int], draft_model: str | None
+    session: Session, exit_layers: Sequence[int], draft_model: str | None
 ) -> dict[str, Way]:
-    """Return greedy ``generate`` of transformers on the session's checkpoint, plainly and with each
-    of its drafts, of ``GAMMA`` tokens.
+    """Return greedy ``generate`` of transformers on the session's checkpoint: plainly, and with its
+    drafts of ``GAMMA`` tokens, by lookup, by the last of the early exits and by the draft model.
     """
     import transformers
 
@@ -132,7 +131,7 @@ def transformers_ways(
     return {name: partial(write, **draft) for name, draft in drafts.items()}
 
 
-def llama_cpp_way(session: Session, file: str, *drafting: Any) -> dict[str, Way]:
+def llama_cpp_ways(session: Session, file: str) -> dict[str, Way]:
     """Return greedy plain decoding of llama.cpp from a GGUF file, on as many threads as torch."""
     import llama_cpp
 
@@ -152,4 +151,4 @@ def llama_cpp_way(session: Session, file: str, *drafting: Any) -> dict[str, Way]
     return {"llama.cpp": write}
 
 
-LIBRARIES = {"transformers": transformers_ways, "llama.cpp": llama_cpp_way}
+PLAIN = ("plain", "transformers", "llama.cpp")  # ways without drafts

@@ -35,17 +35,18 @@ from app.options import Options
 from app.plan_file import LONG, read_plan
 from app.session import Session
 from model.errors import InputError
+from model.places import version
 from model.plan import LOW_BITS, LayerPlan
-from search.acceptance import Calibration
+from search.acceptance import ACCEPTED, Calibration
 from search.confirm import confirm, result_table, write_result
 from search.costs import CostModel, kept_costs
 from search.plots import best_values, draw_search
 from search.study import (
     HEAD_KEY,
     SAMPLERS,
-    SUBLAYERS,
     WINDOW_KEY,
     WINDOWS,
+    Importance,
     Predict,
     Prediction,
     Space,
@@ -62,7 +63,8 @@ from search.study import (
 from search.texts import Continuation, after_documents, plain_texts, read_prompts, split_texts
 from weights.load import model_fingerprint
 
-VERSION = 12  # of the study
+# Files by whose change a search begins another study: its predictions are made by them
+PREDICTING = ("acceptance.py", "costs.py", "texts.py")
 CONFIRMED = 5  # best plans that decode; beside them the best early exit
 BLOCKS = "▁▂▃▄▅▆▇█"  # from 0 to 1
 
@@ -133,7 +135,7 @@ OPTIONS: Groups = {
             "help": "tokens written after each prompt",
         },
         "--coupling": {
-            "choices": ["race", "ratio"],
+            "choices": [*ACCEPTED],
             "default": "race",
             "help": "rule of verification of the sampled texts that the plan is for",
         },
@@ -147,31 +149,16 @@ def run(options: argparse.Namespace) -> int:
     long work.
     """
     # 1. The settings name the study, and its files.
-    prompts = read_prompts(options.calibration)
-    shared = ("model", "device", "dtype", "max_new_tokens", "coupling", "temperature", "seed")
-    session = Session(Options(**{name: getattr(options, name) for name in shared}))
-    if options.context:
-        prompts = after_documents(session.tokenizer, prompts, options.context)
-    settings = settings_of(session, options, prompts)
-    study_name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    out = options.out or place_of_plan(session.folder, study_name)
-    check_place(out)
-    journal = (options.out or session.folder / "plan").with_suffix(".journal")
-    if out == journal:
-        raise InputError(f"--out {out}: the trials are kept there: name a .json")
-    session.check_memory()
-    if options.plots is not None:
-        options.plots.mkdir(parents=True, exist_ok=True)
-    study = open_study(journal, study_name, options.sampler, options.seed)
+    session, settings, study, out = open_search(options)
     # 2. The target writes the texts, on which plans are predicted with costs measured once.
-    searched, held_out = split_texts(plain_texts(session, prompts))
+    searched, held_out = split_texts(plain_texts(session, settings["prompts"]))
     is_long = min(len(text.prompt) for text in searched) >= LONG
     space = space_of(session.model.num_layers, options.bits, WINDOWS if is_long else ())
     calibration = Calibration(session, searched)
     if "costs" not in study.user_attrs:
         prepare(study, session, calibration, searched, space)
     costs = CostModel(**study.user_attrs["costs"])
-    importance = study.user_attrs["importance"]
+    importance = Importance(*study.user_attrs["importance"])
 
     @cache
     def predict(plan: LayerPlan) -> Prediction:
@@ -192,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
         plans = plans_to_confirm(options, session, found, predict, out)
         results = confirm(session, held_out, {plan: predict(plan) for plan in plans})
         Console(width=None if sys.stdout.isatty() else 120).print(result_table(results))
-        write_result(out, results[0], settings, study_name, options.model)
+        write_result(out, results[0], settings, study.study_name, options.model)
         if options.plots is not None:
             draw_search(options.plots, found, importance, predict, costs)
     if options.compare_samplers and status == 0:
@@ -200,6 +187,32 @@ def run(options: argparse.Namespace) -> int:
         if options.plots is not None:
             write_picture(lambda: best_values(curves, len(first)), options.plots / "samplers.svg")
     return status
+
+
+def open_search(
+    options: argparse.Namespace,
+) -> tuple[Session, dict[str, Any], optuna.Study, Path]:
+    """Return the session, the settings, the study that they name, and the place of the plan.
+
+    Raises InputError for files that cannot be read or written, and for too little memory.
+    """
+    prompts = read_prompts(options.calibration)
+    shared = ("model", "device", "dtype", "max_new_tokens", "coupling", "temperature", "seed")
+    session = Session(Options(**{name: getattr(options, name) for name in shared}))
+    if options.context:
+        prompts = after_documents(session.tokenizer, prompts, options.context)
+    settings = settings_of(session, options, prompts)
+    study_name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    out = options.out or place_of_plan(session.folder, study_name)
+    check_place(out)
+    journal = (options.out or session.folder / "plan").with_suffix(".journal")
+    if out == journal:
+        raise InputError(f"--out {out}: the trials are kept there: name a .json")
+    session.check_memory()
+    if options.plots is not None:
+        options.plots.mkdir(parents=True, exist_ok=True)
+    study = open_study(journal, study_name, options.sampler, options.seed)
+    return session, settings, study, out
 
 
 def settings_of(
@@ -216,7 +229,7 @@ def settings_of(
         "max_new_tokens": options.max_new_tokens,
         "prompts": prompts,
         "machine": machine(session.device),
-        "version": VERSION,
+        "version": version(Path(__file__).with_name(name) for name in PREDICTING),
     }
 
 
@@ -239,21 +252,24 @@ def prepare(
     texts: list[Continuation],
     space: Space,
 ) -> None:
-    """Store costs, importances of sublayers and the first plans in a new study."""
+    """Store costs, importances of sublayers and the first plans in a new study.
+
+    The costs are also in a file of the cache folder, for other journals with the same settings. The
+    study has its own, since its trials were predicted with them, whatever becomes of that file.
+    """
     prompts = [text.prompt for text in texts]
     # The head may have every number of bits but 0.
     costs = kept_costs(study.study_name, session, prompts, space[HEAD_KEY], space[WINDOW_KEY])
     importance = measure_importance(session.model.num_layers, calibration.acceptance)
-    study.set_user_attr("importance", importance)
+    study.set_user_attr("importance", list(importance))
     for plan in first_plans(importance, space):
         study.enqueue_trial(parameters(plan))
     study.set_user_attr("costs", asdict(costs))  # the last: with them the study is complete
 
 
-def announce(importance: Mapping[str, float], first: int, trials: int) -> None:
+def announce(importance: Importance, first: int, trials: int) -> None:
     """Print the importance of each sublayer, and whether the sampler is asked for any plan."""
-    for kind, title in SUBLAYERS.items():
-        shares = [share for name, share in importance.items() if name.startswith(kind)]
+    for title, shares in zip(("attention", "MLP"), importance, strict=True):
         blocks = "".join(BLOCKS[round(share * (len(BLOCKS) - 1))] for share in shares)
         say(f"importance by layer, {title:9} {blocks}")
     if trials <= first:

@@ -65,6 +65,10 @@ def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(drafted > 0, 1 / slower.sum(-1, keepdim=True).clamp(min=1), 0.0)
 
 
+# By the names of the rules of verification that a plan can be searched for
+ACCEPTED = {"race": accepted_by_race, "ratio": accepted_by_ratio}
+
+
 class TargetPass:
     """The target's pass over one text of ``length`` tokens, without the last token of all.
 
@@ -118,8 +122,7 @@ class Calibration:
     def __init__(self, session: Session, texts: Sequence[Continuation]) -> None:
         self.model = session.model
         self.params = session.options.params
-        by_race = session.options.rule.name == "race"
-        self.accepted = accepted_by_race if by_race else accepted_by_ratio
+        self.accepted = ACCEPTED[session.options.rule.name]
         self.planned = PlannedBlocks(self.model)
         self.passes = [TargetPass(self.model, text) for text in texts]
 

@@ -8,8 +8,9 @@ the difference of two timed plans. Knows nothing of acceptance.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from statistics import median
 from time import perf_counter
 
@@ -23,6 +24,7 @@ from decoding.rounds import expected_speedup
 from decoding.speculate import speculate
 from decoding.text import Conditions, Text
 from model.cache import KVCache
+from model.errors import InputError
 from model.places import cache_folder
 from model.plan import LayerPlan
 
@@ -58,26 +60,32 @@ class CostModel:
 
 
 def parts_of(plan: LayerPlan) -> Counter[str]:
-    """Return the parts of a draft step, as in ``{"head 8": 1, "attn 4": 12, "mlp 16": 20}``; under
-    a window of 512 keys an attention is called "attn 4 of 512".
+    """Return the parts of a draft step, as in ``{"8-bit head": 1, "4-bit attn": 12, "16-bit mlp":
+    20}``; under a window of 512 keys an attention is called "4-bit attn of 512".
     """
     of_window = f" of {plan.window}" if plan.window else ""
-    attention = (f"attn {bits}{of_window}" for bits in plan.attention if bits)
-    mlp = (f"mlp {bits}" for bits in plan.mlp if bits)
-    return Counter([f"head {plan.head}", *attention, *mlp])
+    attention = (f"{bits}-bit attn{of_window}" for bits in plan.attention if bits)
+    mlp = (f"{bits}-bit mlp" for bits in plan.mlp if bits)
+    return Counter([f"{plan.head}-bit head", *attention, *mlp])
 
 
-def probes(layers: int, bits: Collection[int], windows: Collection[int | None]) -> list[LayerPlan]:
-    """Return the plans by which the parts are measured: for each number of bits the head alone, and
-    with it all MLPs, or all attentions under each of the windows.
+def probes(
+    layers: int, bits: Collection[int], windows: Collection[int | None]
+) -> dict[LayerPlan, list[LayerPlan]]:
+    """Return the plans by which the parts are measured. For each number of bits the key is the plan
+    of the head alone. Its values have one kind of part besides: all MLPs, or all attentions under
+    one of the windows.
     """
     every = range(layers)
-    plans = [
-        LayerPlan.skipping(layers, every, every),
+    others = [
         LayerPlan.skipping(layers, every, ()),
         *(replace(LayerPlan.skipping(layers, (), every), window=window) for window in windows),
     ]
-    return [plan.in_bits(width, width) for width in bits for plan in plans]
+    head = LayerPlan.skipping(layers, every, every)
+    return {
+        head.in_bits(width, width): [plan.in_bits(width, width) for plan in others]
+        for width in bits
+    }
 
 
 class Repetition(ModelFreeDrafter):
@@ -120,37 +128,58 @@ def measure_costs(
 ) -> CostModel:
     """Return the costs of sublayers in each of ``bits``, of attentions under each window, and of
     verification, behind these prompts: another one each turn.
+
+    Raises InputError for a model whose context is too short to be timed.
     """
     model = session.model
     longest = ROUNDS * (LONGEST_DRAFT + 1)
     room = session.context - longest
+    if room < 1:
+        raise InputError(
+            f"{session.name} has a context of {session.context} tokens: a search needs at least"
+            f" {longest + 1}, in which to time drafts"
+        )
     slot = session.slot_for(min(room, max(map(len, prompts))) + longest)
-    drafters: dict[int | LayerPlan, tuple[Drafter, int]] = {
-        length: (Repetition(), length) for length in range(LONGEST_DRAFT + 1)
-    }
-    plans = probes(model.num_layers, bits, windows)
+    heads = probes(model.num_layers, bits, windows)
+    plans = [*chain(heads, *heads.values())]
     for plan in plans:
         session.prepare(plan)
-        drafters[plan] = ModelDrafter(model, slot.cache, plan), TIMED_DRAFT
-    turns = []
+    drafters = {plan: ModelDrafter(model, slot.cache, plan) for plan in plans}
+    verifying: list[list[float]] = []  # seconds in each turn, by the length of the draft
+    drafting: list[dict[LayerPlan, float]] = []  # with TIMED_DRAFT draft steps
     for turn in range(TURNS):
         prompt = list(prompts[turn % len(prompts)])[:room]
         slot.read(session.begin(prompt), model)
-        turns.append(
+        verifying.append(
+            [
+                seconds_of_round(session, slot.cache, prompt, Repetition(), length)
+                for length in range(LONGEST_DRAFT + 1)
+            ]
+        )
+        drafting.append(
             {
-                name: seconds_of_round(session, slot.cache, prompt, *each)
-                for name, each in drafters.items()
+                plan: seconds_of_round(session, slot.cache, prompt, drafter, TIMED_DRAFT)
+                for plan, drafter in drafters.items()
             }
         )
-    cost = {name: median(turn[name] / turn[0] for turn in turns) for name in drafters}
+    turns = [*zip(verifying, drafting, strict=True)]  # verified[0] is a plain round
+    verify = [
+        median(verified[length] / verified[0] for verified, _ in turns)
+        for length in range(LONGEST_DRAFT + 1)
+    ]
+    rounds = {
+        plan: median(drafted[plan] / verified[0] for verified, drafted in turns) for plan in plans
+    }
+    steps = {
+        plan: max(0.0, cost - verify[TIMED_DRAFT]) / TIMED_DRAFT for plan, cost in rounds.items()
+    }
     parts: dict[str, float] = {}
-    for plan in plans:
-        step = max(0.0, cost[plan] - cost[TIMED_DRAFT]) / TIMED_DRAFT
-        (head, _), *others = parts_of(plan).items()
-        parts.setdefault(head, step)  # of the head alone, whose plan comes first
-        for part, count in others:
-            parts[part] = max(0.0, step - parts[head]) / count
-    return CostModel(parts, [cost[length] for length in range(LONGEST_DRAFT + 1)])
+    for head, others in heads.items():
+        parts |= dict.fromkeys(parts_of(head), steps[head])  # its only part
+        for plan in others:
+            [(part, count)] = (parts_of(plan) - parts_of(head)).items()
+            parts[part] = max(0.0, steps[plan] - steps[head]) / count
+    return CostModel(parts, verify)
 
 
 def kept_costs(
@@ -168,6 +197,11 @@ def kept_costs(
         f"costs of sublayers, measured once: {path}; remove it and the search's journal"
         " to measure them again"
     )
-    if not path.exists():
-        write_json(path, asdict(measure_costs(session, prompts, bits, windows)))
-    return CostModel(**read_json(path))
+    with suppress(InputError, TypeError):  # absent or damaged
+        return CostModel(**read_json(path))
+    found = measure_costs(session, prompts, bits, windows)
+    try:
+        write_json(path, asdict(found))
+    except InputError as error:
+        say(f"the costs are not kept, and only this search's journal has them: {error}")
+    return found

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from app.common.picture import INK, MUTED, RED, SCALE, write_picture
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search.costs import CostModel
-from search.study import SUBLAYERS, Predict, Prediction, early_exits, thinned_plans
+from search.study import Importance, Predict, Prediction, early_exits, thinned_plans
 
 LEVELS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3)  # speed-ups of the lines
 
@@ -17,7 +17,7 @@ LEVELS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3)  # speed-ups of the lines
 def draw_search(
     folder: Path,
     predictions: Mapping[LayerPlan, Prediction],
-    importance: Mapping[str, float],
+    importance: Importance,
     predict: Predict,
     costs: CostModel,
 ) -> None:
@@ -25,7 +25,7 @@ def draw_search(
     lines = {
         name: [(costs.step(plan), predict(plan).acceptance) for plan in plans]
         for name, plans in (
-            ("early exits", early_exits(len(importance) // 2)),
+            ("early exits", early_exits(importance.num_layers)),
             ("least important sublayers left out", thinned_plans(importance)[:-1]),
         )
     }
@@ -82,16 +82,16 @@ def front(predictions: Mapping[LayerPlan, Prediction], costs: CostModel) -> Figu
 
 
 def importances(
-    importance: Mapping[str, float], lines: Mapping[str, Sequence[tuple[float, float]]]
+    importance: Importance, lines: Mapping[str, Sequence[tuple[float, float]]]
 ) -> Figure:
     """Return two rows of bars, the importance of each layer's attention and MLP; below them lines
     of plans, each a pair of the cost of a draft step and the acceptance rate.
     """
     figure = Figure(figsize=(7.5, 7))
     *rows, below = figure.subplots(3, height_ratios=(1, 1, 2))
-    layers = range(len(importance) // 2)
-    for axes, (kind, title) in zip(rows, SUBLAYERS.items(), strict=True):
-        axes.bar(layers, [importance[f"{kind} {layer}"] for layer in layers], color=SCALE(0.7))
+    layers = range(importance.num_layers)
+    for axes, title, shares in zip(rows, ("attention", "MLP"), importance, strict=True):
+        axes.bar(layers, shares, color=SCALE(0.7))
         axes.set(ylim=(0, 1.02), xticks=layers[::2], ylabel="rejected without", title=title)
     rows[-1].set_xlabel("layer, counted from 0 as in plan files")
     for (name, points), colour in zip(lines.items(), (SCALE(0.0), SCALE(0.7)), strict=True):

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optuna
 from rich.console import Console
@@ -47,7 +47,6 @@ WAYS = {
     "TPE without the first plans": ("tpe", False),
 }
 THINNED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # shares of the sublayers that the first plans skip
-SUBLAYERS = {"attn": "attention", "mlp": "MLP"}  # the first word of a name: in words
 HEAD_KEY = "head"
 WINDOW_KEY = "window"
 WINDOWS = (512, 1024)  # keys that a plan may see of a long text
@@ -66,10 +65,25 @@ class Prediction(NamedTuple):
 Predict = Callable[[LayerPlan], Prediction]
 
 
-def sublayers(plan: LayerPlan) -> dict[str, int]:
-    """Return the bits of each sublayer of a plan by its name, as in "attn 3"."""
-    attention = {f"attn {layer}": bits for layer, bits in enumerate(plan.attention)}
-    return attention | {f"mlp {layer}": bits for layer, bits in enumerate(plan.mlp)}
+class Importance(NamedTuple):
+    """Share of drafted tokens that are rejected without a sublayer, for the attention and the MLP
+    of each layer.
+    """
+
+    attention: Sequence[float]
+    mlp: Sequence[float]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention)
+
+
+def sublayers(values: LayerPlan | Importance) -> dict[str, Any]:
+    """Return the bits of each sublayer of a plan, or its importance, by its name: "attn 3" is the
+    attention of layer 3.
+    """
+    attention = {f"attn {layer}": value for layer, value in enumerate(values.attention)}
+    return attention | {f"mlp {layer}": value for layer, value in enumerate(values.mlp)}
 
 
 def parameters(plan: LayerPlan) -> dict[str, int | None]:
@@ -113,19 +127,16 @@ def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
     return study
 
 
-def measure_importance(
-    num_layers: int, acceptance: Callable[[LayerPlan], float]
-) -> dict[str, float]:
-    """Return the importance of each sublayer by its name: the share of drafted tokens that are
-    rejected without it.
-    """
+def measure_importance(num_layers: int, acceptance: Callable[[LayerPlan], float]) -> Importance:
+    """Return the importance of each sublayer."""
     full = LayerPlan.full(num_layers)
-    return {
-        name: 1 - acceptance(plan_of(parameters(full) | {name: 0}))
+    shares = [
+        1 - acceptance(plan_of(parameters(full) | {name: 0}))
         for name in track(
             sublayers(full), "importance of each sublayer", console=Console(stderr=True)
         )
-    }
+    ]
+    return Importance(shares[:num_layers], shares[num_layers:])
 
 
 def early_exits(num_layers: int) -> list[LayerPlan]:
@@ -133,30 +144,33 @@ def early_exits(num_layers: int) -> list[LayerPlan]:
     return [LayerPlan.early_exit(num_layers, layer) for layer in range(1, num_layers)]
 
 
-def thinned_plans(importance: Mapping[str, float]) -> list[LayerPlan]:
+def thinned_plans(importance: Importance) -> list[LayerPlan]:
     """Return the plans that skip the least important sublayer, the two least important, and so on
     up to all.
     """
-    full = parameters(LayerPlan.full(len(importance) // 2))
-    order = sorted(importance, key=lambda name: (importance[name], name))
+    full = parameters(LayerPlan.full(importance.num_layers))
+    shares = sublayers(importance)
+    order = sorted(shares, key=lambda name: (shares[name], name))
     skipped = [dict.fromkeys(order[:count], 0) for count in range(1, len(order) + 1)]
     return [plan_of(full | each) for each in skipped]
 
 
-def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan]:
+def first_plans(importance: Importance, space: Space) -> list[LayerPlan]:
     """Return the plans of the space to try first, one of each kind in turn: early exits, plans
     without the least important sublayers, all sublayers in each number of bits and under each
     window, and the first two kinds in the fewest bits.
     """
-    full = LayerPlan.full(len(importance) // 2)
+    full = LayerPlan.full(importance.num_layers)
     exits = early_exits(full.num_layers)
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
     low = [bits for bits in LOW_BITS if bits in space[HEAD_KEY]]
-    uniform = [*(full.in_bits(bits, head=low[-1]) for bits in low), full]
+    uniform = [*(full.in_bits(bits, head=max(low)) for bits in low), full]
     windowed = [replace(plan, window=window) for window in space[WINDOW_KEY] for plan in uniform]
     rounded = [
-        [plan.in_bits(low[0], head=low[-1]) for plan in plans] for plans in (exits, thinned) if low
+        [plan.in_bits(min(low), head=max(low)) for plan in plans]
+        for plans in (exits, thinned)
+        if low
     ]
     in_turn = chain(*zip_longest(exits, thinned, windowed, *rounded))
     return [

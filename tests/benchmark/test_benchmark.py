@@ -2,22 +2,25 @@
 
 import json
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-import generate
+from app.common.parsers import parser_of
 from benchmark import __main__ as command
 from benchmark import sections, timing
 from benchmark.picture import picture
-from benchmark.ways import Written, find_drafts
+from benchmark.ways import Written
 from decoding.rounds import Round
 from tests.calls import interrupted, status_of
 from tests.commands import Outcome
 from tests.folders import write_folder
 from tests.pictures import faults
+from training.corpus.stories import story_request
 
 ROUND = Round(0, [7, 7, 7], 1, [7, 7])
 DRAFTS = ["exit 3", "low bits", "model"]
@@ -131,18 +134,31 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     assert rows[2] == rows[2] | expected
 
 
-def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
-    """No draft has a length of its own, so that an adaptive one has that of a user's."""
+def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft has a length of its own, so that an adaptive one has that of a user's. A library has
+    the same early exits.
+    """
     folder = write_folder(tmp_path)
+    noted = []
+    monkeypatch.setattr(command.ways, "transformers_ways", lambda *given: noted.append(given) or {})
 
-    def drafts(*exits: int, **plan: Any) -> list[str]:
+    def drafts(*more: str, **plan: Any) -> list[str]:
         (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
-        session = generate.load(str(folder), device="cpu", no_compile=True)
-        found = find_drafts(session, exits).items()
+        given = ["--model", str(folder), "--device", "cpu", "--against", "transformers", *more]
+        found = command.prepare(parser_of(command.OPTIONS).parse_args(given)).drafts.items()
         return [name for name, each in found if "adaptive" not in name and each.gamma is None]
 
-    assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "plan.json", "auto"]
-    assert drafts(1, gamma=0) == ["lookup", "exit 1", "auto"]
+    assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "low bits", "plan.json", "auto"]
+    assert drafts("--exit-layer", "1", gamma=0) == ["lookup", "exit 1", "low bits", "auto"]
+    assert [[*exits] for _, exits, _ in noted] == [[2, 3], [1]]
+
+
+def test_the_stories_are_those_of_old_measurements() -> None:
+    """They are made by templates of the corpus."""
+    requests = [story_request(Random(seed))[0] for seed in range(command.STORIES)]
+    assert sha256("\n".join(requests).encode()).hexdigest()[:16] == "865ac7c38bbe2b62"
 
 
 BAD = {
@@ -155,6 +171,9 @@ BAD = {
     "--shape lama-1b": "no shape is called 'lama-1b': give smollm2-135m, qwen3-0.6b",
     "--shape qwen3-0.6b --rounds lama-1b": "no shape is called 'lama-1b'",
     "--rounds qwen3-0.6b --draft-model x": "measure random weights: leave out --draft-model",
+    "--shape qwen3-0.6b --model x --quick --prompts code --coupling ratio --max-new-tokens 8": (
+        "leave out --model, --prompts, --quick, --max-new-tokens, --coupling"
+    ),
     "--context 5000": "the prompt has 5018 tokens",
     "--model no-such": "no folder 'no-such'",
 }
@@ -164,5 +183,6 @@ BAD = {
 def test_what_cannot_be_measured_is_refused_in_one_line(
     options: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = status_of(command.main, ["--model", "tiny-llama", "--device", "cpu", *options.split()])
+    model = "" if options.startswith(("--shape", "--rounds")) else "--model tiny-llama "
+    status = status_of(command.main, f"{model}--device cpu {options}".split())
     assert complaint in Outcome(status, *capsys.readouterr()).complaint

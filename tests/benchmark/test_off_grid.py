@@ -54,7 +54,7 @@ def test_the_noise_is_small_and_moves_weights_off_the_grid_where_inputs_are_weak
         assert ((after - before) @ strongest).abs().max() < 1e-5
 
 
-def test_the_copy_is_made_once_for_the_same_weights(
+def test_the_copy_is_made_once_for_the_same_weights_and_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(off_grid, "TEXTS", 1)
@@ -66,5 +66,8 @@ def test_the_copy_is_made_once_for_the_same_weights(
         *(load_model(each).layers[0].mlp.up_proj.weight for each in (folder, copy))
     )
     assert (off_grid.off_grid_folder(folder), capsys.readouterr().err) == (copy, "")
-    monkeypatch.setattr(off_grid, "model_fingerprint", lambda folder: "of other weights")
+    (copy / "made_from.txt").unlink()
     assert off_grid.off_grid_folder(folder) == copy and "making" in capsys.readouterr().err
+    for changed in "model_fingerprint", "version":
+        monkeypatch.setattr(off_grid, changed, lambda sources: "of other weights or code")
+        assert off_grid.off_grid_folder(folder) == copy and "making" in capsys.readouterr().err

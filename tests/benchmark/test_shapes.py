@@ -10,6 +10,7 @@ import torch
 from app.common.files import read_json
 from benchmark import __main__ as command
 from benchmark import shapes, timing
+from benchmark.picture import picture
 from decoding.drafters import ModelDrafter
 from model.plan import LayerPlan
 from tests.folders import LLAMA
@@ -40,10 +41,10 @@ def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
     """
     clock = [0.0]
 
-    def step(drafter: ModelDrafter, rows: int, count: int, turn: int = 0) -> None:
-        clock[0] += count * (0.5 if drafter.plan else 2 + 0.5 * (rows - 1))
+    def run_steps(drafter: ModelDrafter, step: shapes.Step, turn: int = 0) -> None:
+        clock[0] += step.count * (0.5 if drafter.plan else 2 + 0.5 * (step.rows - 1))
 
-    monkeypatch.setattr(shapes, "run_steps", step)
+    monkeypatch.setattr(shapes, "run_steps", run_steps)
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096}))
     given = "--shape", str(tmp_path / "config.json"), "--plot", str(tmp_path / "report.svg")
@@ -57,9 +58,12 @@ def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
     assert named == ["exit", "low bits", "exit in low bits", "prompt", "prompt"]
 
 
-def test_rounds_have_the_given_acceptance_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_have_the_given_acceptance_rates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By a clock that moves a second with each step of the target, drafts of four tokens that are
-    accepted whole write five tokens a second, and drafts that are rejected one.
+    accepted whole write five tokens a second, and drafts that are rejected one. Lines name their
+    shape; a fall-back of the model is told, and no row.
     """
     clock = [0.0]
     model = tiny_model("llama")
@@ -73,6 +77,10 @@ def test_rounds_have_the_given_acceptance_rates(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shapes, "bandwidth", lambda device: 1.0)
     monkeypatch.setattr(shapes, "ROUNDS_ACCEPT", (0.0, 1.0))
     monkeypatch.setattr(shapes, "TOKENS", 25)
-    plain, *drafts = shapes.measure_rounds("", model.dtype, model.device)
+    model.trouble = "steps have fallen back"
+    plain, *drafts = shapes.measure_rounds("toy", model.dtype, model.device)
+    assert capsys.readouterr().err == "[toy: steps have fallen back]\n"
+    lines = picture({"rounds": [plain, *drafts]}).axes[0].lines
+    assert [line.get_label() for line in lines] == ["toy, exit"]
     assert plain["tokens/s"] == 1
     assert [(row["decoder"], row["speed-up"]) for row in drafts] == [("exit", 1), ("exit", 5)]

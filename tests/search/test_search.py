@@ -14,19 +14,22 @@ import optuna
 import pytest
 import torch
 
+from app.common.files import write_text
 from app.options import Options
 from app.plan_file import read_plan
 from decoding.sampling import SamplingParams, distribution
 from model.decoder import Decoder
+from model.errors import InputError
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search import __main__ as command
 from search import costs
-from search.acceptance import Calibration, accepted_by_race, accepted_by_ratio
+from search.acceptance import ACCEPTED, Calibration, accepted_by_race, accepted_by_ratio
 from search.costs import CostModel, measure_costs, parts_of
 from search.plots import best_values, front, importances
 from search.study import (
     SAMPLERS,
     WAYS,
+    Importance,
     Prediction,
     best_so_far,
     early_exits,
@@ -37,7 +40,6 @@ from search.study import (
     parameters,
     plan_of,
     space_of,
-    sublayers,
 )
 from search.texts import Continuation, split_texts
 from tests.calls import interrupted, recorded, status_of
@@ -50,7 +52,7 @@ from weights.load import model_fingerprint
 BITS = (*LOW_BITS, FULL)
 # of a head, an attention, an MLP: in proportion to their bits
 PARTS = {
-    f"{kind} {bits}": cost * bits / FULL
+    f"{bits}-bit {kind}": cost * bits / FULL
     for kind, cost in (("head", 0.1), ("attn", 0.1), ("mlp", 0.12))
     for bits in BITS
 }
@@ -76,7 +78,7 @@ def by_single_steps(
     model: Decoder, plan: LayerPlan, params: SamplingParams, coupling: str
 ) -> float:
     """Mean acceptance by a target pass without a cache, and a draft step per token."""
-    rule = {"ratio": accepted_by_ratio, "race": accepted_by_race}[coupling]
+    rule = ACCEPTED[coupling]
     found = []
     for text in WRITTEN:
         tokens = [*text.prompt, *text.written]
@@ -128,10 +130,11 @@ def test_the_mean_acceptance_of_a_rule_is_the_published_one() -> None:
 def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
     """Attentions under a window have costs of their own."""
     plan = LayerPlan((4, 8, 0), (0, FULL, 4), head=8)
-    assert parts_of(plan) == {"attn 4": 1, "attn 8": 1, "mlp 16": 1, "mlp 4": 1, "head 8": 1}
+    others = {"16-bit mlp": 1, "4-bit mlp": 1, "8-bit head": 1}
+    assert parts_of(plan) == {"4-bit attn": 1, "8-bit attn": 1, **others}
     assert COSTS.step(plan) == pytest.approx(0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12)
-    parts = {"attn 4 of 7": 1, "attn 8 of 7": 1, "mlp 16": 1, "mlp 4": 1, "head 8": 1}
-    assert parts_of(replace(plan, window=7)) == parts
+    short_sighted = {"4-bit attn of 7": 1, "8-bit attn of 7": 1, **others}
+    assert parts_of(replace(plan, window=7)) == short_sighted
 
 
 @pytest.mark.parametrize(("rate", "step"), [(0.8, 0.2), (0.3, 0.4), (0.99, 0.01)])
@@ -167,8 +170,10 @@ def test_costs_are_the_differences_of_timed_plans(
     found = measure_costs(session, [[1, 2, 3, 4]], [4, FULL], [None, 7])
     assert found.verify == [(10 + length) / 10 for length in range(9)]
     expected = {"head": 0.2, "mlp": 0.1, "attn": 3.0}
-    parts = {f"{kind} {bits}": cost for kind, cost in expected.items() for bits in (4, FULL)}
-    assert found.parts == pytest.approx(parts | {"attn 4 of 7": 0.7, "attn 16 of 7": 0.7})
+    parts = {f"{bits}-bit {kind}": cost for kind, cost in expected.items() for bits in (4, FULL)}
+    assert found.parts == pytest.approx(
+        parts | dict.fromkeys(("4-bit attn of 7", "16-bit attn of 7"), 0.7)
+    )
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
@@ -195,7 +200,7 @@ def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
     each window, and the first two in few bits.
     """
     full = LayerPlan.full(4)
-    lost = dict.fromkeys(sublayers(full), 0.5) | {"attn 2": 0.01, "mlp 1": 0.02}
+    lost = Importance([0.5, 0.5, 0.01, 0.5], [0.5, 0.02, 0.5, 0.5])
     plans = first_plans(lost, space_of(4, (0, *LOW_BITS), [7]))
     fewest = {"bits": min(LOW_BITS), "head": max(LOW_BITS)}
     exit, thinned = LayerPlan.early_exit(4, 1), LayerPlan.skipping(4, [2], [])
@@ -209,7 +214,7 @@ def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
 @pytest.mark.parametrize("layers", [1, 4])
 @pytest.mark.parametrize("bits", [[0], [8, 4]])
 def test_starts_have_only_the_bits_that_may_be_tried(layers: int, bits: list[int]) -> None:
-    lost = dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.1)
+    lost = Importance([0.1] * layers, [0.1] * layers)
     plans = first_plans(lost, space_of(layers, bits))
     used = {each for plan in plans for each in (*plan.attention, *plan.mlp, plan.head)}
     assert used and used <= {*bits, FULL}
@@ -250,7 +255,7 @@ def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() 
         LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8),
     ]
     found = {plan: Prediction(1.3, 2, 0.9 - at / 5) for at, plan in enumerate(plans)}
-    lost = [dict.fromkeys(sublayers(LayerPlan.full(layers)), 0.9) for layers in (2, 30)]
+    lost = [Importance([0.9] * layers, [0.9] * layers) for layers in (2, 30)]
     lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "$$": [(0.3, 0.4)]}  # is no formula
     curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in WAYS}
     for draw in (
@@ -312,7 +317,7 @@ def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_wi
     study = open_study(out.with_suffix(".journal"), written["study"], "tpe", 0)
     assert len(finished(study)) == 8, "six trials were in the journal"
     assert study.user_attrs.keys() == {"costs", "importance"}
-    assert len(study.user_attrs["importance"]) == 4
+    assert Importance(*study.user_attrs["importance"]).num_layers == 2
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -347,14 +352,33 @@ def test_the_best_early_exit_is_confirmed_whichever_plans_were_tried(
     assert confirmed == [{low} | ({LayerPlan.early_exit(2, 1)} if 0 in bits else set())]
 
 
+@pytest.mark.parametrize("damaged", ["{", "{}", "[]"])
 def test_costs_are_measured_once_for_all_studies_of_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of a damaged file are measured again."""
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    write_text(tmp_path / "costs/a study.json", damaged)
     measured = iter([COSTS])
     monkeypatch.setattr(costs, "measure_costs", lambda *how: next(measured))
     found = [costs.kept_costs("a study", None, [], [], []) for _ in range(2)]
     assert found == [COSTS] * 2
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_costs_that_cannot_be_kept_are_measured_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", "/dev/null")
+    assert costs.kept_costs("a study", None, [], [], []) == COSTS
+    assert "[the costs are not kept" in capsys.readouterr().err
+
+
+def test_a_context_too_short_to_time_drafts_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, {**LLAMA, "max_position_embeddings": 45})
+    session = command.Session(Options(model=str(folder), device="cpu"))
+    with pytest.raises(InputError, match="has a context of 45 tokens: a search needs at least 46"):
+        measure_costs(session, [[1, 2, 3, 4]], [FULL], [None])
 
 
 @pytest.mark.parametrize(("context", "windows"), [(20, [None]), (80, [None, 7])])
@@ -370,7 +394,7 @@ def test_a_plan_may_have_a_window_where_prompts_are_long(
     assert command.main(arguments(folder, "--trials", 3, "--context", context)) == 0
     [(study, space)] = seen
     assert space["window"] == windows
-    assert ("attn 16 of 7" in study.user_attrs["costs"]["parts"]) == (7 in windows)
+    assert ("16-bit attn of 7" in study.user_attrs["costs"]["parts"]) == (7 in windows)
 
 
 @pytest.mark.usefixtures("known_costs")
