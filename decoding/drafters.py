@@ -72,73 +72,6 @@ class Wrapper:
         self.inner.rollback(length)
 
 
-@dataclass
-class CheckedDrafter(Wrapper):
-    """Drafter whose drafts are checked before the loop uses them: for a class that is not trusted.
-
-    Raises InputError for an object without the methods of a drafter, and for a draft that breaks
-    the contract.
-    """
-
-    target: Model
-
-    def __post_init__(self) -> None:
-        if not (hasattr(self.inner, "propose") and hasattr(self.inner, "rollback")):
-            raise self._error("it must have the methods `propose` and `rollback`")
-
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        """Return the draft of the inner drafter, after the check."""
-        draft = self.inner.propose(text, limit, params, policy, randomness)
-        if fault := fault_of(draft, limit, self.target):
-            raise self._error(fault)
-        return draft
-
-    def _error(self, fault: str) -> InputError:
-        return InputError(
-            f"the drafter {type(self.inner).__name__} breaks its contract (see"
-            f" decoding/drafters.py): {fault}"
-        )
-
-
-def fault_of(draft: Draft, limit: int, target: Model) -> str | None:
-    """Return what is wrong with the type or the shapes of a draft, on a CPU also with its numbers;
-    None where nothing is.
-    """
-    if not (
-        isinstance(draft, Draft)
-        and isinstance(draft.tokens, Tensor)
-        and isinstance(draft.probs, Tensor)
-    ):
-        return f"`propose` must return a Draft of tensors, found {draft!r:.80}"
-    tokens = draft.tokens
-    probs = draft.probs
-    device = target.device
-    kind = tokens.dim(), tokens.dtype, tokens.device
-    if kind != (1, torch.int64, device) or len(tokens) > limit:
-        return (
-            f"`tokens` must be [k] int64 on {device} with k at most {limit}, found"
-            f" {list(tokens.shape)} {tokens.dtype} on {tokens.device}"
-        )
-    shape = len(tokens), target.vocab_size
-    if (probs.shape, probs.device) != (shape, device) or not probs.is_floating_point():
-        return (
-            f"`probs` must be {list(shape)} floats on {device}, found {list(probs.shape)}"
-            f" {probs.dtype} on {probs.device}"
-        )
-    if device.type != "cpu":  # reading a GPU's numbers would synchronise
-        return None
-    ids = tokens.tolist()
-    if not all(0 <= token < target.vocab_size for token in ids):
-        return f"`tokens` must be from 0 and below {target.vocab_size}, found {ids}"
-    sums = probs.double().sum(-1).tolist()
-    # 0: of a model with non-finite logits
-    if not all(total == 0 or abs(total - 1) < 0.01 for total in sums):
-        return f"each row of `probs` must sum to 1, found {sums}"
-    return None
-
-
 @cache
 def empty_draft(vocab_size: int, device: torch.device) -> Draft:
     """Return a draft without tokens."""
@@ -201,6 +134,7 @@ class ModelDrafter:
         rows = [empty.probs]
         for count in range(limit):
             logits = self._read(unread, len(context) - len(unread), text.vocab_size)
+            # a mask of the next token only
             allowed = text.allowed(context[len(text) :], first=count)
             probs = distribution(logits, context, params, allowed)
             if allowed is not None and not probs.any():
@@ -295,3 +229,72 @@ class PromptLookup(ModelFreeDrafter):
             after = begin + size
         quality = length if length < 4 else 1 << (length.bit_length() - 1)
         return quality, text.tokens[after : after + limit] if length else []
+
+
+@dataclass
+class CheckedDrafter(Wrapper):
+    """Drafter whose drafts are checked before the loop uses them: for a class that is not trusted.
+
+    Raises InputError for an object without the methods of a drafter, and for a draft that breaks
+    the contract.
+    """
+
+    target: Model
+
+    def __post_init__(self) -> None:
+        if not (hasattr(self.inner, "propose") and hasattr(self.inner, "rollback")):
+            raise self._error("it must have the methods `propose` and `rollback`")
+
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Return the draft of the inner drafter, after the check."""
+        draft = self.inner.propose(text, limit, params, policy, randomness)
+        if fault := fault_of(draft, limit, self.target):
+            raise self._error(fault)
+        return draft
+
+    def _error(self, fault: str) -> InputError:
+        return InputError(
+            f"the drafter {type(self.inner).__name__} breaks its contract (see"
+            f" decoding/drafters.py): {fault}"
+        )
+
+
+def fault_of(draft: Draft, limit: int, target: Model) -> str | None:
+    """Return what is wrong with the type or the shapes of a draft, on a CPU also with its numbers;
+    None where nothing is.
+    """
+    if not (
+        isinstance(draft, Draft)
+        and isinstance(draft.tokens, Tensor)
+        and isinstance(draft.probs, Tensor)
+    ):
+        return f"`propose` must return a Draft of tensors, found {draft!r:.80}"
+    tokens = draft.tokens
+    probs = draft.probs
+    device = target.device
+    kind = tokens.dim(), tokens.dtype, tokens.device
+    if kind != (1, torch.int64, device) or len(tokens) > limit:
+        return (
+            f"`tokens` must be [k] int64 on {device} with k at most {limit}, found"
+            f" {list(tokens.shape)} {tokens.dtype} on {tokens.device}"
+        )
+    shape = len(tokens), target.vocab_size
+    if (probs.shape, probs.device) != (shape, device) or not probs.is_floating_point():
+        return (
+            f"`probs` must be {list(shape)} floats on {device}, found {list(probs.shape)}"
+            f" {probs.dtype} on {probs.device}"
+        )
+    if device.type != "cpu":  # reading a GPU's numbers would synchronise
+        return None
+    ids = tokens.tolist()
+    if not all(0 <= token < target.vocab_size for token in ids):
+        return f"`tokens` must be from 0 and below {target.vocab_size}, found {ids}"
+    sums = probs.double().sum(-1).tolist()
+    # 0: of a model with non-finite logits
+    if not all(total == 0 or abs(total - 1) < 0.01 for total in sums):
+        return f"each row of `probs` must sum to 1, found {sums}"
+    if (probs < 0).any():
+        return f"`probs` must not be negative, found {probs.amin().item()}"
+    return None

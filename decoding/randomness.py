@@ -5,6 +5,7 @@ position: then the seed determines the text under any draft. In a proof
 ``decoding.proof.enumeration`` takes every outcome in turn.
 """
 
+from abc import abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,11 +27,13 @@ class Place(NamedTuple):
 class Randomness(Protocol):
     """Source of all random draws, on tensors, so that no draw needs the host."""
 
+    @abstractmethod
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """Return the token ``[]`` int64 drawn from ``[vocab]`` probabilities, or weights of any
         sum.
         """
 
+    @abstractmethod
     def accept(self, probabilities: Tensor) -> Tensor:
         """Return independent events ``[k]`` bool of ``[k]`` probabilities; above 1 counts as 1."""
 

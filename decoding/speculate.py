@@ -4,6 +4,7 @@ Knows nothing of files, options, tokenizers and clocks.
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from model.errors import InputError
 
 NON_FINITE = (
     "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its"
-    " numbers are too large for its dtype: fetch it again, or give --dtype bfloat16 or float32"
+    " numbers are too large for its dtype: fetch it again, or take bfloat16 or float32"
 )
 
 # A callback that records each round's logits of the target, [k + 1, vocab]; called after the round.
@@ -67,18 +68,38 @@ def speculate(
         probs = distribution(logits, context, params, text.allowed(draft.tokens))
         # 3. Accept a prefix of the draft. 4. Draw the residual or bonus token after it.
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
-        drafted, count, kept, confidence = read_verdict(  # on the host
-            text, draft, accepted, token, logits, probs, policy
-        )
-        emitted, retracted = text.extend(kept)
+        verdict = read_verdict(text, draft, accepted, token, logits, probs, policy)  # on the host
+        emitted, retracted = text.extend(verdict.kept)
         # 5. Roll back to the text.
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
-        round = Round(position, drafted, count, emitted, retracted, text.finish, confidence)
+        round = Round(
+            position=position,
+            drafted=verdict.drafted,
+            accepted=verdict.accepted,
+            emitted=emitted,
+            retracted=retracted,
+            finish=text.finish,
+            target_confidence=verdict.confidence,
+        )
         policy.observe(round)
         if observer:
             observer(logits)
         yield round
+
+
+class Verdict(NamedTuple):
+    """Result of a verification, on the host.
+
+    ``drafted`` are the draft's tokens, and ``accepted`` is the number of accepted ones. ``kept``
+    are these and the token after them, if any can follow. ``confidence`` is the target's in that
+    token: its raw softmax probability, None unless the policy reads it.
+    """
+
+    drafted: list[int]
+    accepted: int
+    kept: list[int]
+    confidence: float | None
 
 
 def read_verdict(
@@ -89,12 +110,8 @@ def read_verdict(
     logits: Tensor,
     probs: Tensor,
     policy: Policy,
-) -> tuple[list[int], int, list[int], float | None]:
+) -> Verdict:
     """Return the result of a verification, copied from the device in one synchronisation.
-
-    These are the drafted tokens, the number of accepted ones, the tokens to keep (the accepted ones
-    and the one after them, if any can follow), and the target's confidence in that one: its raw
-    softmax probability, None unless the policy reads it.
 
     No token can follow a row of zeros: the constraints allow none there, or the largest logit is
     NaN or infinite. The accepted tokens before it are kept; where there are none, this raises the
@@ -108,8 +125,9 @@ def read_verdict(
         row = logits.index_select(0, accepted[None])[0]
         facts.append(torch.softmax(row.float(), dim=-1).take(token[None]))
     read = torch.cat(facts).tolist()
-    *drafted, count, next_token = map(int, read[: len(draft.tokens) + 2])
-    probability, *confidence = read[len(draft.tokens) + 2 :]
+    ids = len(draft.tokens) + 2
+    *drafted, count, next_token = map(int, read[:ids])
+    probability, *confidence = read[ids:]
     kept = drafted[:count]
     if probability or probs[count].any():
         kept.append(next_token)
@@ -120,4 +138,4 @@ def read_verdict(
             f"the constraints allow no token at position {len(text)} of the text: loosen the"
             " constraints or the banned words"
         )
-    return drafted, count, kept, confidence[0] if confidence else None
+    return Verdict(drafted, count, kept, confidence[0] if confidence else None)

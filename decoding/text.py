@@ -98,8 +98,8 @@ class Text:
     ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text includes the token
     that ended it (the end-of-text token, or the one that completed the stop string), while
     ``written`` ends before the stop string. ``longest`` is the most tokens that the text can have,
-    by the token budget and the model's context. Raises InputError for a prompt without tokens, and
-    for one that fills the context.
+    by the token budget and the model's context. Raises InputError for a prompt without tokens, for
+    one that fills the context, and for strings to be found without ``token_bytes``.
     """
 
     def __init__(
@@ -107,15 +107,17 @@ class Text:
         prompt: Sequence[int],
         conditions: Conditions,
         target: Model,
-        token_bytes: TokenBytes = lambda token: b"",
+        token_bytes: TokenBytes | None = None,
     ) -> None:
         if not 0 < len(prompt) < target.max_positions:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens: give one of at least 1, and of fewer than"
                 f" the model's context, {target.max_positions}"
             )
+        if token_bytes is None and (conditions.stop_strings or conditions.banned):
+            raise InputError("stop strings and banned words need `token_bytes`: give the function")
         self.conditions = conditions
-        self.token_bytes = token_bytes
+        self.token_bytes = token_bytes or (lambda token: b"")
         self.vocab_size = target.vocab_size
         self.device = target.device
         self.stops = [string.encode() for string in conditions.stop_strings]

@@ -121,7 +121,7 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Dec
 def text_of(
     prompt: list[int],
     conditions: Conditions | None = None,
-    token_bytes: TokenBytes = lambda token: b"",
+    token_bytes: TokenBytes | None = None,
     *,
     vocab: int = 11,
     positions: int = 1000,

@@ -64,13 +64,19 @@ class Enumerator(Randomness):
         if not possible:  # no token is allowed there: its draw is meaningless, as in production
             return outcomes[-1][1]
         if self.depth == len(self.path):
-            first, *others = possible
-            self.other_paths += [[*self.path, number] for number in reversed(others)]
-            self.path.append(first)
+            self.path.append(self._pick(possible, outcomes))
         weight, outcome = outcomes[self.path[self.depth]]
         self.weight *= weight / sum(weight for weight, _ in outcomes)
         self.depth += 1
         return outcome
+
+    def _pick(self, possible: list[int], outcomes: list[tuple[float, Any]]) -> int:
+        """Return the number of the outcome to take at a new fork: the first possible one. The
+        others are left to other paths.
+        """
+        first, *others = possible
+        self.other_paths += [[*self.path, number] for number in reversed(others)]
+        return first
 
 
 class RaceEnumerator(Enumerator):

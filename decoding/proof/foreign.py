@@ -49,10 +49,8 @@ class SampledWalk(Enumerator):
         super().__init__([])
         self.source = source
 
-    def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
-        weights = [weight for weight, _ in outcomes]
-        self.path += self.source.choices(range(len(outcomes)), weights)
-        return super()._choose(outcomes)
+    def _pick(self, possible: list[int], outcomes: list[tuple[float, Any]]) -> int:
+        return self.source.choices(possible, [outcomes[number][0] for number in possible])[0]
 
 
 class FollowedTorch(TorchFunctionMode):

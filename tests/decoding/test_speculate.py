@@ -77,6 +77,10 @@ IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
         (breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"from 0 and below 11, found \[-1, 1\]"),
         (breaking(Draft(IDS, UNIFORM * torch.nan)), r"must sum to 1, found \[nan, nan\]"),
         (breaking(Draft(IDS, UNIFORM.log())), "must sum to 1"),
+        (
+            breaking(Draft(IDS, 1.5 * torch.eye(VOCAB)[IDS] - 0.5 * torch.eye(VOCAB)[[0, 0]])),
+            "must not be negative, found -0.5",
+        ),
         (Mock(spec=["propose"]), "it must have the methods `propose` and `rollback`"),
     ],
 )

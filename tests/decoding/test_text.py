@@ -86,6 +86,10 @@ def test_a_prompt_without_tokens_and_one_that_fills_the_context_are_refused(toke
     assert f"has {tokens} tokens" in refusal(text_of, [0] * tokens, positions=4)
 
 
+def test_strings_cannot_be_found_in_tokens_without_bytes() -> None:
+    assert "need `token_bytes`" in refusal(text_of, [0], Conditions(9, banned=["a"]))
+
+
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
     """An interrupted stream shows it."""
     text = text_of([0], Conditions(9, banned=["bb"]), PIECES.__getitem__)

@@ -222,6 +222,13 @@ def test_a_seed_after_a_draw_is_refused_on_a_sampled_path_too() -> None:
         )
 
 
+def test_a_draw_of_nothing_is_as_meaningless_on_a_sampled_path() -> None:
+    """Here of a second token where one has all the probability."""
+    certain = torch.tensor([1.0, 0.0])
+    law = law_of(lambda: (torch.multinomial(P, 1).item(), torch.multinomial(certain, 2)), paths=1)
+    assert {tokens for _, tokens in law.probs} == {(0, 1)}
+
+
 def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> None:
     """A drafted token is rejected half of the time, and a is drawn too rarely then."""
     with pytest.raises(
