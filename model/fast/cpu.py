@@ -69,9 +69,10 @@ class FastDecoder(PreparedDecoder):
     abilities = Abilities(LOW_BITS, shares_steps=True, why_rows_vary=None)
 
     def __init__(self, model: Decoder) -> None:
+        step = library()  # first: where it cannot be compiled, the model stays as it is
         super().__init__(model)
         model.attend = attend_by_step
-        if model.dtype == torch.bfloat16 and not library().has_pairs():
+        if model.dtype == torch.bfloat16 and not step.has_pairs():
             for part in model.modules():
                 if isinstance(part, nn.Linear):
                     part.forward = partial(multiply_widened, part)

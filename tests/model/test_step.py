@@ -519,14 +519,16 @@ def test_where_no_compiler_works_the_readable_blocks_run_and_a_line_says_why(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = random_model("llama")
     monkeypatch.setattr(cpu, "library", library.library)
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     if compiler:
         monkeypatch.setattr(library, "compiler", lambda: compiler)
-    assert accelerate(model) is model and model.abilities.why_rows_vary and not kept.exists()
-    assert said in caplog.messages[-1]
+    for number, dtype in enumerate(DTYPES, 1):
+        model = random_model("llama", dtype)
+        assert accelerate(model) is model and model.abilities.why_rows_vary and not kept.exists()
+        assert len(caplog.messages) == 2 * number and said in caplog.messages[-1]
+        model.prefill(tokens_for(5), model.new_cache(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
