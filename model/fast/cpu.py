@@ -5,6 +5,7 @@ Gives the weights of a plan to the step, by address. Knows nothing of samples, d
 weights.
 """
 
+import copy
 import ctypes
 import threading
 from collections.abc import Sequence
@@ -80,6 +81,10 @@ class FastDecoder(PreparedDecoder):
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
         # of each cache, made once
         self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "FastDecoder":
+        """Return a decoder of a copied model, with no weights by address yet."""
+        return FastDecoder(copy.deepcopy(self.model, memo))
 
     def prepare(self, plan: LayerPlan) -> None:
         self.weights(plan, 1)

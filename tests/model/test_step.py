@@ -277,11 +277,15 @@ def test_tokens_may_be_of_few_bytes_or_none() -> None:
 
 @torch.inference_mode()
 def test_a_step_reads_the_weights_where_training_changes_them() -> None:
+    """And its copies read their own."""
     model = accelerate(random_model("gemma2"))
+    first = model(tokens_for(3), model.new_cache(3), 0)
+    twin = copy.deepcopy(model)
     for weight in [each for each in model.parameters() if each.ndim == 2]:
         before = model(tokens_for(3), model.new_cache(3), 0)
         weight[0] *= 2
         assert not torch.equal(model(tokens_for(3), model.new_cache(3), 0), before)
+    assert torch.equal(twin(tokens_for(3), twin.new_cache(3), 0), first)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
