@@ -22,7 +22,7 @@ from model.config import Rope
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
 from model.fast.library import library, structure
-from model.layers import RMSNorm, rotary_table
+from model.layers import RMSNorm, attend_causally, rotary_table
 from model.plan import FULL, LOW_BITS, SINKS, LayerPlan
 from model.quantise import shares_of
 from model.steps import Abilities
@@ -329,7 +329,12 @@ def attend_by_step(
 ) -> Tensor:
     """Compute ``model.layers.attend_causally`` by the step's attention: q ``[B, H, T, D]``, k and v
     ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
+
+    The step writes by address, which autograd does not see: tensors that require gradients are
+    attended to by ``attend_causally`` itself.
     """
+    if any(each.requires_grad for each in (q, k, v)):
+        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap, newest=newest)
     batch, heads, count, size = q.shape
     if k.stride() != v.stride() or k.stride()[2:] != (size, 1):
         k = k.contiguous()

@@ -288,6 +288,12 @@ def test_a_step_reads_the_weights_where_training_changes_them() -> None:
     assert torch.equal(twin(tokens_for(3), twin.new_cache(3), 0), first)
 
 
+def test_gradients_pass_through_the_attention_of_a_prompt() -> None:
+    model = accelerate(random_model("llama").requires_grad_())
+    model(tokens_for(5)).float().logsumexp(-1).sum().backward()
+    assert all(each.grad is not None and each.grad.any() for each in model.parameters())
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
 @torch.inference_mode()
