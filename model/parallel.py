@@ -69,8 +69,14 @@ class Shard:
 
     def part(self, length: int, unit: int = 1) -> range:
         """Return the indices of the rank, of ``length`` units with ``unit`` indices each: at least
-        one unit, if need be shared.
+        one unit. Ranks may share a key head. Raises InputError where they would share another unit,
+        whose products would be summed twice.
         """
+        if length < self.size and length != self.config.num_kv_heads:
+            raise InputError(
+                f"{length} parts of this model do not divide over {self.size} processes: start at"
+                f" most {length}"
+            )
         first = length * self.rank // self.size
         return range(first * unit, max(first + 1, length * (self.rank + 1) // self.size) * unit)
 
