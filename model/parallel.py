@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -127,6 +128,7 @@ class SplitEmbedding(nn.Module):
         return exchange(dist.all_reduce, found)
 
 
+@torch.no_grad()
 def split(model: Decoder, shard: Shard) -> Decoder:
     """Change a loaded model of config ``shard.local`` into one that sums with the other ranks, and
     return it; parameter names stay.
