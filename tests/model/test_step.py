@@ -560,6 +560,9 @@ def test_a_declaration_that_cannot_be_read_in_full_is_refused() -> None:
     for declaration in ("long sizes[MANY]", "unsigned long size", "float (*function)(float)"):
         with pytest.raises(ValueError, match=f"cannot read .*{re.escape(declaration)}"):
             library.declared(declaration)
+    for result in ("float ", "const char *", "unsigned long "):
+        with pytest.raises(ValueError, match=f"size must .*, not {re.escape(result.strip())}"):
+            library.exported(f"static int of(long row) {{\n{result}size(long rows) {{\n")
 
 
 def test_only_the_weights_of_the_newest_plans_are_kept() -> None:
