@@ -1,6 +1,6 @@
 /* Attention of the rows of a step to the keys and values of a layer. From top to bottom: what it
- * reads, scores, softmax, weighted sums of values, windows, and the three tasks of ``attend``. It
- * knows nothing of linear layers, norms and rotary embeddings: a weight is here that of a position
+ * reads, scores, softmax, weighted sums of values, windows, and the three tasks of
+ * attend_to_entries. It knows nothing of linear layers, norms and rotary embeddings: a weight is here that of a position
  * in a softmax. A query is the head of a row.
  *
  * Positions are divided into chunks, and a piece of work is one chunk, for one key head and a few
@@ -106,7 +106,7 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
                     *sum = multiply_add((Floats)keys, broadcast(AT(float, numbers)), *sum);
                 } else if (HAS_PAIRS) {
                     *sum = multiply_add_bf16(*sum, keys, AT(int32_t, numbers) - (Ints){0});
-                } else { /* even columns come before the odd ones: see prepare_bf16 */
+                } else { /* even columns come before the odd ones: see round_to_bf16 */
                     Floats even = (Floats)(keys << 16), odd = (Floats)(keys & (int32_t)0xFFFF0000);
                     numbers += word / LANES * 4 * LANES;
                     *sum = multiply_add(even, broadcast(AT(float, numbers)), *sum);
