@@ -6,8 +6,8 @@ reads. Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and
 
 A field has the first value that is there: what the file says, the family's default (``keys``), or
 the ``default`` of the ``_read`` that asks for it. A null in the file is no value, except for
-``NULLABLE`` keys, where it comes before the family's default. A key of ``IF_UNREAD`` that the family does not name is never
-read from the file: it has the value of that table.
+``NULLABLE`` keys, where it comes before the family's default. A key of ``IF_UNREAD`` that the
+family does not name is never read from the file: it has the value of that table.
 """
 
 import math
