@@ -43,15 +43,17 @@ class KVCache:
 
     def check(self, layers: Collection[int], start: int, count: int) -> None:
         """Raise ValueError if entries of these layers at ``[start, start + count)`` would leave a
-        hole or not fit.
+        hole or not fit. A plan without attention has no layers, but its start must fit too.
 
         These are mistakes of the caller that would otherwise show only as wrong text.
         """
+        if start < 0:
+            raise ValueError(f"position {start} is before the cache's first, 0")
         end = start + count
         if end > self.capacity:
             raise ValueError(f"position {end - 1} is outside the cache's {self.capacity} positions")
         for layer in layers:
-            if not 0 <= start <= self.lengths[layer]:
+            if start > self.lengths[layer]:
                 raise ValueError(
                     f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]}"
                     " entries"
@@ -90,7 +92,14 @@ class KVCache:
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
     def copy_from(self, source: KVCache, length: int) -> None:
-        """Copy another cache's first ``length`` entries, and forget all others."""
+        """Copy another cache's first ``length`` entries, and forget all others. Raises ValueError
+        where one of both has fewer positions.
+        """
+        if not 0 <= length <= min(self.capacity, source.capacity):
+            raise ValueError(
+                f"a cache of {self.capacity} positions cannot take {length} entries of one of"
+                f" {source.capacity}"
+            )
         for target, entries in zip(
             (*self.keys, *self.values), (*source.keys, *source.values), strict=True
         ):

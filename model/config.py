@@ -3,6 +3,11 @@
 Each family is a row of the table ``FAMILIES``: the block that computes it, and the keys that it
 reads. Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5
 (``rope_parameters``).
+
+A field has the first value that is there: what the file says, the family's default (``keys``), or
+the ``default`` of the ``_read`` that asks for it. A null in the file is no value, except for
+``NULLABLE`` keys, where it comes before the family's default. A key of ``IF_UNREAD`` that the
+family does not name is never read from the file: it has the value of that table.
 """
 
 import math
@@ -34,7 +39,7 @@ MOST_LAYERS = 2**10
 # kinds of layers
 EVERYWHERE = "full_attention"
 SLIDING = "sliding_attention"
-KINDS = (SLIDING, EVERYWHERE)
+LAYER_KINDS = (SLIDING, EVERYWHERE)
 
 
 @dataclass(frozen=True)
@@ -272,7 +277,7 @@ def _layer_kinds(raw: dict[str, Any]) -> list[str]:
         ]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise InputError(f"config.json: layer_types must name the kind of each of {layers} layers")
-    return [_one_of("layer type", kind, KINDS) for kind in kinds]
+    return [_one_of("layer type", kind, LAYER_KINDS) for kind in kinds]
 
 
 def _ropes(raw: dict[str, Any], two: bool) -> dict[str, Rope]:
@@ -287,9 +292,9 @@ def _ropes(raw: dict[str, Any], two: bool) -> dict[str, Rope]:
         scaling = {"rope_type": scaling["type"]} | scaling
     parameters = _read(raw, "rope_parameters", dict, {})
     if not two:
-        return dict.fromkeys(KINDS, _rope(raw, parameters | scaling))
+        return dict.fromkeys(LAYER_KINDS, _rope(raw, parameters | scaling))
     for kind in parameters:
-        _one_of("layer type of rope_parameters", kind, KINDS)
+        _one_of("layer type of rope_parameters", kind, LAYER_KINDS)
     local = {"rope_theta": _read(raw, "rope_local_base_freq", float, 1e4)}
     full = {"rope_theta": _read(raw, "rope_theta", float, 1e6)}
     return {

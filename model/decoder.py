@@ -110,11 +110,11 @@ class Decoder(Steps, nn.Module):
             self.check(plan, tokens, cache, start)
         x = self.embed(tokens)
         attend = partial(self.attend, newest=plan.window) if plan.window else self.attend
-        positions = layer_positions(self.config, start, tokens.shape[1], x, attend)
-        for (block, attention, mlp), place in zip(
-            self.planned.blocks(plan), positions, strict=True
+        by_layer = layer_positions(self.config, start, tokens.shape[1], x, attend)
+        for (block, attention, mlp), positions in zip(
+            self.planned.blocks(plan), by_layer, strict=True
         ):
-            x = block(x, place, cache, attention=attention, mlp=mlp)
+            x = block(x, positions, cache, attention=attention, mlp=mlp)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:

@@ -58,13 +58,16 @@ def inverse_frequencies(
     """Return the radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv
     2104.09864, eq. 15).
 
+    ``default`` leaves them as they are, and so does ``dynamic`` within the model's context.
     ``linear`` divides all frequencies by ``factor``. ``llama3`` keeps short wavelengths, divides
     the frequencies of those longer than the trained context by ``factor``, and interpolates
     linearly in between, as published with Llama 3.1. ``yarn`` does the same, but interpolates
-    between pairs (arXiv 2309.00071, section 3.2).
+    between pairs (arXiv 2309.00071, section 3.2). Raises ValueError for any other kind.
     """
     columns = torch.arange(0, head_dim, 2, dtype=dtype, device=device)  # the first of each pair
     frequencies = 1.0 / rope.theta ** (columns / head_dim)
+    if rope.kind in ("default", "dynamic"):
+        return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
@@ -74,7 +77,7 @@ def inverse_frequencies(
         first, last = yarn_borders(rope, head_dim)
         keep = (last - columns / 2) / (last - first)
     else:
-        return frequencies
+        raise ValueError(f"a rope of the kind {rope.kind!r} has no frequencies here: add them")
     keep = keep.clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / rope.factor
 

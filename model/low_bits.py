@@ -1,6 +1,7 @@
 """Blocks under a layer plan: a model's own, or copies with sublayers in low bits.
 
-A copy shares the norms of its block, and writes to the same cache.
+A copy shares the norms of its block, and writes to the same cache. It goes stale when the weights
+that it rounds change in place: make a new ``PlannedBlocks`` then.
 """
 
 import copy

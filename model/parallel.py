@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,8 +70,14 @@ class Shard:
 
     def part(self, length: int, unit: int = 1) -> range:
         """Return the indices of the rank, of ``length`` units with ``unit`` indices each: at least
-        one unit, if need be shared.
+        one unit. Ranks may share a key head. Raises InputError where they would share another unit,
+        whose products would be summed twice.
         """
+        if length < self.size and length != self.config.num_kv_heads:
+            raise InputError(
+                f"{length} parts of this model do not divide over {self.size} processes: start at"
+                f" most {length}"
+            )
         first = length * self.rank // self.size
         return range(first * unit, max(first + 1, length * (self.rank + 1) // self.size) * unit)
 
@@ -121,6 +128,7 @@ class SplitEmbedding(nn.Module):
         return exchange(dist.all_reduce, found)
 
 
+@torch.no_grad()
 def split(model: Decoder, shard: Shard) -> Decoder:
     """Change a loaded model of config ``shard.local`` into one that sums with the other ranks, and
     return it; parameter names stay.

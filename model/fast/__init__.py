@@ -34,10 +34,14 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     """Return a model of the same weights whose steps are fast on its device.
 
     Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
-    so where only a C compiler is missing. Elsewhere the model is changed too: on a CPU its
-    ``attend`` and, where the processor does not multiply bfloat16, its linear layers, both for
-    prompts; on a GPU its ``planned`` blocks. Raises ValueError for a model that is split over
-    processes.
+    so where only a C compiler is missing. Elsewhere the model that is passed is rewired too:
+
+    - on a CPU its ``attend``, which prompts use;
+    - on a CPU that does not multiply bfloat16, the ``forward`` of each of its ``nn.Linear`` layers,
+      if it is in bfloat16;
+    - on a GPU its ``planned`` blocks.
+
+    Raises ValueError for a model that is split over processes.
     """
     if not isinstance(model.embed_tokens, nn.Embedding):
         raise ValueError(

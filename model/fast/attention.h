@@ -1,7 +1,7 @@
 /* Attention of the rows of a step to the keys and values of a layer. From top to bottom: what it
- * reads, scores, softmax, weighted sums of values, windows, and the three tasks of ``attend``. It
- * knows nothing of linear layers, norms and rotary embeddings: a weight is here that of a position
- * in a softmax. A query is the head of a row.
+ * reads, the three tasks of attend_to_entries, and what these call: scores, softmax, weighted sums
+ * of values, windows. It knows nothing of linear layers, norms and rotary embeddings: a weight is
+ * here that of a position in a softmax. A query is the head of a row.
  *
  * Positions are divided into chunks, and a piece of work is one chunk, for one key head and a few
  * queries that read the same keys and values. A score is one sum, to which the columns of a head
@@ -49,6 +49,129 @@ enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK
 enum { WEIGHTS = 4 * CHUNK }; /* bytes from a query's weights to the next */
 enum { TURNED = 2 * WIDTH }; /* positions whose keys are turned together */
 enum { MANY = WIDTH == 8 ? 4 : 8 }; /* queries at a time, whose sums fit into the registers */
+
+typedef struct { /* positions of a chunk, counted from its first */
+    long begin, end;
+} Range;
+
+enum { KEYS, VALUES };
+
+/* What follows a query's weighted sum of values: its weights' sum, and its largest scaled score. */
+enum { TOTAL, LARGEST, NUM_AFTER };
+
+typedef struct { /* weighted sums of the values of a chunk, for a few queries */
+    long kind, head_size;
+    const char *values;  /* [CHUNK, head_size] */
+    const char *weights; /* [queries, CHUNK], WEIGHTS bytes each */
+    float *sums;         /* [queries, padded head_size], stride numbers from query to query */
+    long stride;
+} Weighted;
+
+/* What the tasks call, defined below. */
+INLINE long padded(long size);
+INLINE long partial_size(const AttentionConfig *c);
+INLINE long place_of_column(long kind, long column);
+INLINE long place_of_query(const Attention *a, long row, long head);
+INLINE char *entry_of(const Attention *a, const Text *text, int which, long head, long position);
+static Range visible_to(const Attention *a, long position, long chunk);
+static void score_keys(long kind, long head_size, const char *keys, Range range, long queries,
+                       const char *x, float *scores);
+static void weigh(const AttentionConfig *c, float *scores, Range visible, float after[2]);
+static void add_visible(const Weighted *w, long rows, long heads, const Range *visible);
+
+/* Three tasks, one after the other. For each span, chunk and key head, a piece of the second task
+ * gives a partial result per query, and the third one joins those of a query:
+ *
+ *     positions          0 ..... 511 | 512 ..... 1023 | 1024 .....
+ *     text 0   span 0  | chunk 0     | chunk 1        | chunk 2   |  -> its rows, joined
+ *              span 1  | chunk 0     | chunk 1        | chunk 2   |  -> its rows, joined
+ *     text 1   span 2  | chunk 0     | chunk 1        | empty     |  -> its rows, joined
+ *
+ * Under a plan with a window the sinks are one more chunk, the last. */
+
+/* First task: prepare the queries of a row to meet keys. */
+static void prepare_queries(void *argument, long row) {
+    const Attention *a = argument;
+    long kind = a->config->kind, size = a->config->head_size, bytes = input_bytes(kind, size);
+    const float *q = a->q + row * a->q_stride;
+    for (long head = 0; head < a->config->heads; head++)
+        prepare_inputs(kind, q + head * size, size,
+                       a->queries + place_of_query(a, row, head) * bytes);
+}
+
+/* Second task: the partial results of a span's rows, for one chunk and one key head. Spans that
+ * read the same keys and values are worked on one after the other. */
+static void attend_to_chunk(void *argument, long piece) {
+    const Attention *a = argument;
+    const AttentionConfig *c = a->config;
+    const Span *span = &a->spans[piece % a->num_spans];
+    long chunk = piece / a->num_spans % a->chunks, head = piece / a->num_spans / a->chunks;
+    long first = chunk == a->sink_chunk ? 0 : chunk * CHUNK;
+    const char *keys = entry_of(a, span->text, KEYS, head, first);
+    const char *values = entry_of(a, span->text, VALUES, head, first);
+    long queries = span->rows * c->heads_per_key;
+    long place = place_of_query(a, span->row, head * c->heads_per_key); /* of the first query */
+    const char *x = a->queries + place * input_bytes(c->kind, c->head_size);
+    float *out = a->partials + (place * a->chunks + chunk) * partial_size(c);
+    long stride = a->chunks * partial_size(c);
+
+    Range visible[span->rows];
+    for (long row = 0; row < span->rows; row++)
+        visible[row] = visible_to(a, span->start + row, chunk);
+    float scores[queries][CHUNK];
+    Range by_any = {visible[0].begin, visible[span->rows - 1].end};
+    score_keys(c->kind, c->head_size, keys, by_any, queries, x, scores[0]);
+    for (long query = 0; query < queries; query++) {
+        float *sums = out + query * stride;
+        memset(sums, 0, 4 * partial_size(c));
+        weigh(c, scores[query], visible[query / c->heads_per_key], sums + padded(c->head_size));
+    }
+    Weighted w = {c->kind, c->head_size, values, (char *)scores, out, stride};
+    add_visible(&w, span->rows, c->heads_per_key, visible);
+}
+
+/* Third task: join the partial results of a query for all chunks. */
+static void join_chunks(void *argument, long place) {
+    const Attention *a = argument;
+    const AttentionConfig *c = a->config;
+    long size = padded(c->head_size), part_size = partial_size(c);
+    /* the row and the head that have this place_of_query */
+    long row = place / c->heads_per_key % a->rows;
+    long key_head = place / c->heads_per_key / a->rows;
+    long head = key_head * c->heads_per_key + place % c->heads_per_key;
+    const float *parts = a->partials + place * a->chunks * part_size;
+    const float *end = parts + a->chunks * part_size;
+    float sums[size], largest = parts[size + LARGEST], total = 0.0f;
+    for (const float *part = parts; part < end; part += part_size)
+        if (part[size + LARGEST] > largest)
+            largest = part[size + LARGEST];
+    memset(sums, 0, sizeof sums);
+    for (const float *part = parts; part < end; part += part_size) {
+        if (part[size + TOTAL] == 0.0f) /* the row attends to nothing of this chunk */
+            continue;
+        float factor = exponential(part[size + LARGEST] - largest);
+        total += part[size + TOTAL] * factor;
+        for (long i = 0; i < size; i++)
+            sums[i] += part[i] * factor;
+    }
+    float *out = a->out + (row * c->heads + head) * c->head_size;
+    for (long i = 0; i < c->head_size; i++)
+        out[i] = sums[place_of_column(c->kind, i)] / total;
+}
+
+/* Attention of all rows to the entries of a layer: rotated queries -> out
+ * [rows, heads, head_size]. */
+static void attend_to_entries(Attention *a, const float *q, long q_stride, float *out) {
+    const AttentionConfig *c = a->config;
+    long pieces = a->num_spans * c->key_heads * a->chunks;
+    long scores = min(a->positions, CHUNK) * a->spans->rows * c->heads_per_key; /* of a piece */
+    a->q = q;
+    a->q_stride = q_stride;
+    a->out = out;
+    run(prepare_queries, a, a->rows, c->heads * c->head_size);
+    run(attend_to_chunk, a, pieces, 4 * scores);
+    run(join_chunks, a, a->rows * c->heads, a->chunks * partial_size(c));
+}
 
 /* Do what follows once, for ``queries`` of 1 to MANY. The loop is unrolled, so that ``n`` is a
  * constant wherever it equals ``queries``: then the compiler keeps all their sums in registers. */
@@ -106,7 +229,7 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
                     *sum = multiply_add((Floats)keys, broadcast(AT(float, numbers)), *sum);
                 } else if (HAS_PAIRS) {
                     *sum = multiply_add_bf16(*sum, keys, AT(int32_t, numbers) - (Ints){0});
-                } else { /* even columns come before the odd ones: see prepare_bf16 */
+                } else { /* even columns come before the odd ones: see round_to_bf16 */
                     Floats even = (Floats)(keys << 16), odd = (Floats)(keys & (int32_t)0xFFFF0000);
                     numbers += word / LANES * 4 * LANES;
                     *sum = multiply_add(even, broadcast(AT(float, numbers)), *sum);
@@ -119,10 +242,6 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
         for (int half = 0; half < 2; half++)
             AT(Floats, out + query * CHUNK + half * WIDTH) = sums[query][half];
 }
-
-typedef struct { /* positions of a chunk, counted from its first */
-    long begin, end;
-} Range;
 
 /* Scores of prepared queries at a range of keys [CHUNK, head_size]: -> [queries, CHUNK]. */
 static void score_keys(long kind, long head_size, const char *keys, Range range, long queries,
@@ -151,9 +270,6 @@ INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; 
 /* Bits of a float32 number as an integer, and back. Integers have the order of the numbers, and NaN
  * is the largest or the least, by its sign. */
 INLINE int32_t in_order(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
-
-/* What follows a query's weighted sum of values: its weights' sum, and its largest scaled score. */
-enum { TOTAL, LARGEST, NUM_AFTER };
 
 /* Weights of a query's visible positions: softmax of their scores without its division, which is
  * exponentials of the scaled scores less the largest. They replace the scores, in bfloat16 where
@@ -219,14 +335,6 @@ INLINE void add_two(long kind, int queries, const char *value, const char *next,
         }
     }
 }
-
-typedef struct { /* weighted sums of the values of a chunk, for a few queries */
-    long kind, head_size;
-    const char *values;  /* [CHUNK, head_size] */
-    const char *weights; /* [queries, CHUNK], WEIGHTS bytes each */
-    float *sums;         /* [queries, padded head_size], stride numbers from query to query */
-    long stride;
-} Weighted;
 
 /* Add the values of a range of positions to the sums of a few queries, in 2 * WIDTH columns, or in
  * those that are left. Two positions are added at a time, an even one first, or one and zeros. */
@@ -319,96 +427,10 @@ INLINE long place_of_query(const Attention *a, long row, long head) {
     return (head / heads * a->rows + row) * heads + head % heads;
 }
 
-enum { KEYS, VALUES };
-
 /* Place of an entry of the cache in the layer of ``a``: [head_size] numbers. */
 INLINE char *entry_of(const Attention *a, const Text *text, int which, long head, long position) {
     long bytes = row_bytes(a->config->kind, a->config->head_size);
     return text->entries[2 * a->layer + which] + head * text->head_bytes + position * bytes;
-}
-
-/* First task: prepare the queries of a row to meet keys. */
-static void prepare_queries(void *argument, long row) {
-    const Attention *a = argument;
-    long kind = a->config->kind, size = a->config->head_size, bytes = input_bytes(kind, size);
-    const float *q = a->q + row * a->q_stride;
-    for (long head = 0; head < a->config->heads; head++)
-        prepare_inputs(kind, q + head * size, size,
-                       a->queries + place_of_query(a, row, head) * bytes);
-}
-
-/* Second task: the partial results of a span's rows, for one chunk and one key head. Spans that
- * read the same keys and values are worked on one after the other. */
-static void attend_to_chunk(void *argument, long piece) {
-    const Attention *a = argument;
-    const AttentionConfig *c = a->config;
-    const Span *span = &a->spans[piece % a->num_spans];
-    long chunk = piece / a->num_spans % a->chunks, head = piece / a->num_spans / a->chunks;
-    long first = chunk == a->sink_chunk ? 0 : chunk * CHUNK;
-    const char *keys = entry_of(a, span->text, KEYS, head, first);
-    const char *values = entry_of(a, span->text, VALUES, head, first);
-    long queries = span->rows * c->heads_per_key;
-    long place = place_of_query(a, span->row, head * c->heads_per_key); /* of the first query */
-    const char *x = a->queries + place * input_bytes(c->kind, c->head_size);
-    float *out = a->partials + (place * a->chunks + chunk) * partial_size(c);
-    long stride = a->chunks * partial_size(c);
-
-    Range visible[span->rows];
-    for (long row = 0; row < span->rows; row++)
-        visible[row] = visible_to(a, span->start + row, chunk);
-    float scores[queries][CHUNK];
-    Range by_any = {visible[0].begin, visible[span->rows - 1].end};
-    score_keys(c->kind, c->head_size, keys, by_any, queries, x, scores[0]);
-    for (long query = 0; query < queries; query++) {
-        float *sums = out + query * stride;
-        memset(sums, 0, 4 * partial_size(c));
-        weigh(c, scores[query], visible[query / c->heads_per_key], sums + padded(c->head_size));
-    }
-    Weighted w = {c->kind, c->head_size, values, (char *)scores, out, stride};
-    add_visible(&w, span->rows, c->heads_per_key, visible);
-}
-
-/* Third task: join the partial results of a query for all chunks. */
-static void join_chunks(void *argument, long place) {
-    const Attention *a = argument;
-    const AttentionConfig *c = a->config;
-    long size = padded(c->head_size), part_size = partial_size(c);
-    /* the row and the head that have this place_of_query */
-    long row = place / c->heads_per_key % a->rows;
-    long key_head = place / c->heads_per_key / a->rows;
-    long head = key_head * c->heads_per_key + place % c->heads_per_key;
-    const float *parts = a->partials + place * a->chunks * part_size;
-    const float *end = parts + a->chunks * part_size;
-    float sums[size], largest = parts[size + LARGEST], total = 0.0f;
-    for (const float *part = parts; part < end; part += part_size)
-        if (part[size + LARGEST] > largest)
-            largest = part[size + LARGEST];
-    memset(sums, 0, sizeof sums);
-    for (const float *part = parts; part < end; part += part_size) {
-        if (part[size + TOTAL] == 0.0f) /* the row attends to nothing of this chunk */
-            continue;
-        float factor = exponential(part[size + LARGEST] - largest);
-        total += part[size + TOTAL] * factor;
-        for (long i = 0; i < size; i++)
-            sums[i] += part[i] * factor;
-    }
-    float *out = a->out + (row * c->heads + head) * c->head_size;
-    for (long i = 0; i < c->head_size; i++)
-        out[i] = sums[place_of_column(c->kind, i)] / total;
-}
-
-/* Attention of all rows to the entries of a layer: rotated queries -> out
- * [rows, heads, head_size]. */
-static void attend_to_entries(Attention *a, const float *q, long q_stride, float *out) {
-    const AttentionConfig *c = a->config;
-    long pieces = a->num_spans * c->key_heads * a->chunks;
-    long scores = min(a->positions, CHUNK) * a->spans->rows * c->heads_per_key; /* of a piece */
-    a->q = q;
-    a->q_stride = q_stride;
-    a->out = out;
-    run(prepare_queries, a, a->rows, c->heads * c->head_size);
-    run(attend_to_chunk, a, pieces, 4 * scores);
-    run(join_chunks, a, a->rows * c->heads, a->chunks * partial_size(c));
 }
 
 enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22, MAX_QUERIES = 24 }; /* of a step; queries of a span */

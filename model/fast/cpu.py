@@ -5,6 +5,7 @@ Gives the weights of a plan to the step, by address. Knows nothing of samples, d
 weights.
 """
 
+import copy
 import ctypes
 import threading
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from model.config import Rope
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
 from model.fast.library import library, structure
-from model.layers import RMSNorm, rotary_table
+from model.layers import RMSNorm, attend_causally, rotary_table
 from model.plan import FULL, LOW_BITS, SINKS, LayerPlan
 from model.quantise import shares_of
 from model.steps import Abilities
@@ -69,9 +70,10 @@ class FastDecoder(PreparedDecoder):
     abilities = Abilities(LOW_BITS, shares_steps=True, why_rows_vary=None)
 
     def __init__(self, model: Decoder) -> None:
+        step = library()  # first: where it cannot be compiled, the model stays as it is
         super().__init__(model)
         model.attend = attend_by_step
-        if model.dtype == torch.bfloat16 and not library().has_pairs():
+        if model.dtype == torch.bfloat16 and not step.has_pairs():
             for part in model.modules():
                 if isinstance(part, nn.Linear):
                     part.forward = partial(multiply_widened, part)
@@ -79,6 +81,10 @@ class FastDecoder(PreparedDecoder):
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
         # of each cache, made once
         self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "FastDecoder":
+        """Return a decoder of a copied model, with no weights by address yet."""
+        return FastDecoder(copy.deepcopy(self.model, memo))
 
     def prepare(self, plan: LayerPlan) -> None:
         self.weights(plan, 1)
@@ -125,7 +131,8 @@ class FastDecoder(PreparedDecoder):
             if cache not in self.addresses:
                 self.addresses[cache] = addresses_of(cache)
             texts += [
-                CText(each.data_ptr(), rows, start, head_bytes) for each in self.addresses[cache]
+                CText(entries=each.data_ptr(), rows=rows, start=start, head_bytes=head_bytes)
+                for each in self.addresses[cache]
             ]
         logits = torch.empty(len(all_tokens), self.vocab_size)
         call("step", weights.model, (CText * len(texts))(*texts), len(texts), all_tokens, logits)
@@ -251,7 +258,10 @@ class Weights:
         kind = KINDS[weight.dtype] if bits == FULL else bits
         bias = getattr(product, "bias", None)
         place = None if bias is None else self.address(bias.float())
-        return CMatrix(self.address(weight), place, kind, *product.weight.shape)
+        rows, columns = product.weight.shape
+        return CMatrix(
+            weights=self.address(weight), bias=place, kind=kind, rows=rows, columns=columns
+        )
 
     def scales(self, norm: RMSNorm) -> int:
         """Return the address of the factors by which a norm scales, float32."""
@@ -291,14 +301,19 @@ def angle_table(rope: Rope, size: int, positions: int) -> list[Tensor]:
 
 def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
     """Return a copy of ``[out, in]`` weights in few bits, uint8 ``[blocks of 16 rows, bytes]``: the
-    codes of ``model.quantise.quantise``, laid out as ``products.h`` draws them.
+    codes of ``model.quantise.quantise``, laid out as ``products.h`` draws them. Raises ValueError
+    for other bits than ``LOW_BITS``, for which the step would write past the copy.
     """
+    if bits not in LOW_BITS:
+        raise ValueError(f"weights are rounded to one of {LOW_BITS} bits, not to {bits}")
     rows, columns = weight.shape
     block_bytes = library().low_bit_block_bytes(bits, columns)
     copy = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
-    matrix = CMatrix(weight.data_ptr(), None, KINDS[weight.dtype], rows, columns)
+    matrix = CMatrix(
+        weights=weight.data_ptr(), kind=KINDS[weight.dtype], rows=rows, columns=columns
+    )
     call("round_weights", matrix, bits, shares, copy)
     return copy
 
@@ -323,7 +338,12 @@ def attend_by_step(
 ) -> Tensor:
     """Compute ``model.layers.attend_causally`` by the step's attention: q ``[B, H, T, D]``, k and v
     ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
+
+    The step writes by address, which autograd does not see: tensors that require gradients are
+    attended to by ``attend_causally`` itself.
     """
+    if any(each.requires_grad for each in (q, k, v)):
+        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap, newest=newest)
     batch, heads, count, size = q.shape
     if k.stride() != v.stride() or k.stride()[2:] != (size, 1):
         k = k.contiguous()
@@ -336,6 +356,11 @@ def attend_by_step(
     for number in range(batch):
         entries = (c_void_p * 2)(k[number].data_ptr(), v[number].data_ptr())
         start = k.shape[2] - count
-        text = CText(ctypes.addressof(entries), count, start, k.stride(1) * k.itemsize)
+        text = CText(
+            entries=ctypes.addressof(entries),
+            rows=count,
+            start=start,
+            head_bytes=k.stride(1) * k.itemsize,
+        )
         call("attend", config, text, window or 0, queries[number], out[number])
     return out.to(q.dtype).transpose(1, 2)

@@ -44,7 +44,9 @@ TYPES = {
 }
 NAME = r"(\*?)(?:const \*)?(\w+)(?:\[(\d+)\])?"  # such as "*const *entries" or "qkv[3]"
 DECLARATION = re.compile(rf"\s*(?:const )?(?P<type>\w+) (?P<names>{NAME}(?:,\s*{NAME})*)")
-EXPORTED = re.compile(r"^(?:void|int) (\w+)\((?!void)([^)]*)\) \{", re.MULTILINE)
+EXPORTED = re.compile(
+    r"^(?!static |INLINE )(\w[\w *]*?)(\w+)\((?!void\))([^)]*)\) \{", re.MULTILINE
+)
 
 
 def declared(declaration: str) -> list[tuple[str, type]]:
@@ -61,6 +63,18 @@ def declared(declaration: str) -> list[tuple[str, type]]:
         (name, address if star else kind * int(count) if count else kind)
         for star, name, count in re.findall(NAME, found["names"])
     ]
+
+
+def exported(code: str) -> dict[str, list[type]]:
+    """Return the types of the parameters of the functions that C exports, by name. Raises
+    ValueError for results other than none or an int, which a call would misread.
+    """
+    functions = {}
+    for result, name, parameters in EXPORTED.findall(code):
+        if result.strip() not in ("void", "int"):
+            raise ValueError(f"{STEP.name}: {name} must return void or int, not {result.strip()}")
+        functions[name] = [declared(each)[0][1] for each in parameters.split(",")]
+    return functions
 
 
 @functools.cache
@@ -96,8 +110,8 @@ def library() -> ctypes.CDLL:
     Raises InputError where it cannot be compiled or loaded.
     """
     step = load()
-    for function, parameters in EXPORTED.findall(CODE):
-        getattr(step, function).argtypes = [declared(each)[0][1] for each in parameters.split(",")]
+    for function, types in exported(CODE).items():
+        getattr(step, function).argtypes = types
     return step
 
 

@@ -130,6 +130,18 @@ typedef struct {
     long out_stride;
 } Tile;
 
+/* Columns of a tile of BF16 or F32. A row of weights and a row of inputs have one sum of 16 lanes,
+ * in PARTS registers of WIDTH lanes:
+ *
+ *                          32 columns   32 columns                      inputs 0       1      ...
+ *     weights row 0      | --------   | --------   | ...      row 0   | 16 lanes | 16 lanes |
+ *     ...                |            |            |          ...     |          |          |
+ *     weights row 3      | --------   | --------   | ...      row 3   | 16 lanes | 16 lanes |
+ *     row of inputs      | --------   | --------   | ...
+ *
+ * Of each 32 columns, lane i adds columns i and i + 16 in F32, and 2i and 2i + 1 in BF16.
+ * At the end the lanes of a sum are added up. */
+
 /* Add the products of 32 columns: [4, 32] weights, [inputs, 32] -> sums [4, inputs]. A sum has
  * PARTS registers; ``parts`` of them are added to, from ``part`` on. A register of bfloat16 weights
  * has two columns per lane: pairs, or the lower and the upper ``half`` (see round_to_bf16). */
@@ -137,12 +149,12 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
                         long stride, const char *x, long x_stride, Floats sums[BLOCK][4][2]) {
     int pairs = kind == BF16 && HAS_PAIRS, halves = pairs ? 1 : 2;
 #pragma GCC unroll 2
-    for (int q = 0; q < parts; q++)
+    for (int reg = 0; reg < parts; reg++)
 #pragma GCC unroll 4
         for (int row = 0; row < BLOCK; row++)
 #pragma GCC unroll 2
             for (int half = 0; half < halves; half++) {
-                long offset = 4 * WIDTH * (part + q), place = offset + 4 * LANES * half;
+                long offset = 4 * WIDTH * (part + reg), place = offset + 4 * LANES * half;
                 Uints pair = AT(const Uints, weights + row * stride + offset);
                 Floats wide = (Floats)(half ? pair & 0xFFFF0000 : pair << 16);
                 if (kind == F32)
@@ -150,7 +162,7 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
 #pragma GCC unroll 4
                 for (int n = 0; n < inputs; n++) {
                     const char *of_x = x + n * x_stride + place;
-                    Floats *sum = &sums[row][n][q];
+                    Floats *sum = &sums[row][n][reg];
                     *sum = pairs ? multiply_add_bf16(*sum, (Ints)pair, AT(const Ints, of_x))
                                  : multiply_add(wide, AT(const Floats, of_x), *sum);
                 }
@@ -187,8 +199,8 @@ INLINE void multiply_wide(long kind, int inputs, const Tile *tile) {
 #pragma GCC unroll 4
             for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 2
-                for (int q = 0; q < parts; q++)
-                    AT(Floats, lanes[n][row] + WIDTH * (part + q)) = sums[row][n][q];
+                for (int reg = 0; reg < parts; reg++)
+                    AT(Floats, lanes[n][row] + WIDTH * (part + reg)) = sums[row][n][reg];
     }
     for (int n = 0; n < inputs; n++) {
         Four found = add_lanes(lanes[n]);
@@ -213,11 +225,11 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
             Ints first = AT(const int32_t, of_x) - (Ints){0};
             Ints second = AT(const int32_t, of_x + 16) - (Ints){0};
 #pragma GCC unroll 4
-            for (int q = 0; q < parts; q++) {
-                Ints packed = AT(const Ints, codes + 64 * v + 4 * WIDTH * q);
-                sums[n][q] = multiply_add_int8(sums[n][q], packed & 0x0F0F0F0F, first);
-                sums[n][q] = multiply_add_int8(sums[n][q], packed >> 4 & 0x0F0F0F0F, second);
-                compute_now(&sums[n][q]);
+            for (int reg = 0; reg < parts; reg++) {
+                Ints packed = AT(const Ints, codes + 64 * v + 4 * WIDTH * reg);
+                sums[n][reg] = multiply_add_int8(sums[n][reg], packed & 0x0F0F0F0F, first);
+                sums[n][reg] = multiply_add_int8(sums[n][reg], packed >> 4 & 0x0F0F0F0F, second);
+                compute_now(&sums[n][reg]);
             }
         }
 }
@@ -242,16 +254,16 @@ INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
 #pragma GCC unroll 4
             for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 4
-                for (int q = 0; q < parts; q++) {
-                    Ints sum = add_halves(sums[n][q]) + 16 * add_halves(upper[n][q]);
+                for (int reg = 0; reg < parts; reg++) {
+                    Ints sum = add_halves(sums[n][reg]) + 16 * add_halves(upper[n][reg]);
                     Floats scale = broadcast(1.0f), zero = broadcast(-128.0f);
                     if (kind == FOUR) {
-                        Uints packed = AT(const Uints, w + HALVES + 4 * WIDTH * q);
+                        Uints packed = AT(const Uints, w + HALVES + 4 * WIDTH * reg);
                         scale = (Floats)(packed << 16);
                         zero = (Floats)(packed & 0xFFFF0000);
                     }
                     Floats of_codes = __builtin_convertvector(sum, Floats);
-                    Floats total = broadcast(x[n * groups].total), *out = &found[n][q];
+                    Floats total = broadcast(x[n * groups].total), *out = &found[n][reg];
                     *out = multiply_add(zero, total, *out);
                     *out = multiply_add(of_codes, scale * x[n * groups].scale, *out);
                 }
@@ -259,11 +271,11 @@ INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
 #pragma GCC unroll 4
         for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 4
-            for (int q = 0; q < parts; q++) {
-                long row = WIDTH * (part + q);
+            for (int reg = 0; reg < parts; reg++) {
+                long row = WIDTH * (part + reg);
                 if (kind == EIGHT)
-                    found[n][q] *= AT(const Floats, w + 4 * WIDTH * q);
-                store(F32, t.out + n * t.out_stride + row, found[n][q], t.count - row);
+                    found[n][reg] *= AT(const Floats, w + 4 * WIDTH * reg);
+                store(F32, t.out + n * t.out_stride + row, found[n][reg], t.count - row);
             }
     }
 }

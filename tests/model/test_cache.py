@@ -198,4 +198,10 @@ def test_a_refused_write_changes_no_layers_length() -> None:
     cache.claim([0, 2], 0, 4)
     with pytest.raises(ValueError, match="layer 1: writing at 4 leaves a hole after 0 entries"):
         cache.claim([0, 1, 2], 4, 1)
+    with pytest.raises(ValueError, match="position -2 is before the cache's first, 0"):
+        cache.claim([], -2, 1)
+    for capacity, length in ((9, 9), (1, 4), (6, -1)):
+        source = KVCache(3, (1, 1, capacity, 4), torch.float32, torch.device("cpu"))
+        with pytest.raises(ValueError, match=f"cannot take {length} entries of one of {capacity}"):
+            cache.copy_from(source, length)
     assert cache.lengths == [4, 0, 4]

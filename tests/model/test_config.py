@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 
-from model.config import FAMILIES, Rope, parse_config
+from model.config import FAMILIES, ROPE_FACTORS, Rope, parse_config
+from model.layers import inverse_frequencies
 from tests.configs import LLAMA3_ROPE
 from tests.refusal import refusal
 
@@ -229,6 +231,15 @@ REFUSED = [
     (GEMMA | {"layer_types": 0}, "layer_types must name the kind of"),
     (GEMMA | {"layer_types": ["chunked"] * 4}, "layer type 'chunked' is not supported"),
 ]
+
+
+def test_each_kind_of_rope_has_frequencies_of_its_own_or_is_refused():
+    given = 64, torch.float32, torch.device("cpu")
+    for kind in ROPE_FACTORS:
+        rope = Rope(1e4, kind, 64, 2.0, 1.0, 4.0, 32.0, 1.0)
+        assert inverse_frequencies(rope, *given).shape == (32,)
+    with pytest.raises(ValueError, match="'longrope' has no frequencies"):
+        inverse_frequencies(Rope(1e4, "longrope", 64), *given)
 
 
 @pytest.mark.parametrize(("raw", "message"), REFUSED, ids=[message for _, message in REFUSED])

@@ -88,8 +88,14 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
     assert said.endswith(f"do not divide over {size} processes: start one of [{fit}]")
 
 
+def test_only_key_heads_are_shared() -> None:
+    shard = Shard(parse_config(small(num_attention_heads=4, num_key_value_heads=1)), 2, 4)
+    assert shard.part(1) == range(1)
+    assert "2 parts of this model do not divide over 4 processes" in refusal(shard.part, 2)
+
+
 def test_a_split_model_has_no_faster_steps() -> None:
-    """They would not sum with the other ranks."""
-    shard = Shard(parse_config(config("llama", 2)), 0, 2)
+    """They would not sum with the other ranks. Its weights may be new ones, as in training."""
+    shard = Shard(parse_config(config("llama", 2)), 1, 2)
     with pytest.raises(ValueError, match="split over processes has no faster steps"):
         accelerate(split(Decoder(shard.local), shard))

@@ -277,11 +277,21 @@ def test_tokens_may_be_of_few_bytes_or_none() -> None:
 
 @torch.inference_mode()
 def test_a_step_reads_the_weights_where_training_changes_them() -> None:
+    """And its copies read their own."""
     model = accelerate(random_model("gemma2"))
+    first = model(tokens_for(3), model.new_cache(3), 0)
+    twin = copy.deepcopy(model)
     for weight in [each for each in model.parameters() if each.ndim == 2]:
         before = model(tokens_for(3), model.new_cache(3), 0)
         weight[0] *= 2
         assert not torch.equal(model(tokens_for(3), model.new_cache(3), 0), before)
+    assert torch.equal(twin(tokens_for(3), twin.new_cache(3), 0), first)
+
+
+def test_gradients_pass_through_the_attention_of_a_prompt() -> None:
+    model = accelerate(random_model("llama").requires_grad_())
+    model(tokens_for(5)).float().logsumexp(-1).sum().backward()
+    assert all(each.grad is not None and each.grad.any() for each in model.parameters())
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -519,14 +529,16 @@ def test_where_no_compiler_works_the_readable_blocks_run_and_a_line_says_why(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = random_model("llama")
     monkeypatch.setattr(cpu, "library", library.library)
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     if compiler:
         monkeypatch.setattr(library, "compiler", lambda: compiler)
-    assert accelerate(model) is model and model.abilities.why_rows_vary and not kept.exists()
-    assert said in caplog.messages[-1]
+    for number, dtype in enumerate(DTYPES, 1):
+        model = random_model("llama", dtype)
+        assert accelerate(model) is model and model.abilities.why_rows_vary and not kept.exists()
+        assert len(caplog.messages) == 2 * number and said in caplog.messages[-1]
+        model.prefill(tokens_for(5), model.new_cache(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
@@ -548,6 +560,9 @@ def test_a_declaration_that_cannot_be_read_in_full_is_refused() -> None:
     for declaration in ("long sizes[MANY]", "unsigned long size", "float (*function)(float)"):
         with pytest.raises(ValueError, match=f"cannot read .*{re.escape(declaration)}"):
             library.declared(declaration)
+    for result in ("float ", "const char *", "unsigned long "):
+        with pytest.raises(ValueError, match=f"size must .*, not {re.escape(result.strip())}"):
+            library.exported(f"static int of(long row) {{\n{result}size(long rows) {{\n")
 
 
 def test_only_the_weights_of_the_newest_plans_are_kept() -> None:
