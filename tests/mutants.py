@@ -127,12 +127,7 @@ def under(name: str, setup: loop_law.Setup | None = None) -> Callable[[], None]:
 
 def of(test: Callable[..., None], *values: Any) -> Callable[[], None]:
     """A killer: a test that takes values, such as a model family."""
-
-    @functools.wraps(test)
-    def run() -> None:
-        test(*values)
-
-    return run
+    return functools.update_wrapper(functools.partial(test, *values), test)
 
 
 def kills(mutant: Mutant) -> bool:

@@ -93,11 +93,11 @@ def table(seed: str) -> table_model.TableModel:
 
 def request(name: str, number: int = 0) -> plain_law.Request:
     """A request under a grammar, with other parameters and stops for each number."""
-    more = {"max_new_tokens": 3} | STOPS[number % len(STOPS)]
-    constraints = (grammar(name)(1),)
-    params = PARAMS[number % len(PARAMS)]
     return plain_law.Request(
-        params=params, eos_ids=frozenset({EOS}), constraints=constraints, **more
+        params=PARAMS[number % len(PARAMS)],
+        eos_ids=frozenset({EOS}),
+        constraints=(grammar(name)(1),),
+        **{"max_new_tokens": 3} | STOPS[number % len(STOPS)],
     )
 
 
@@ -120,8 +120,10 @@ def test_the_law_is_plain_constrained_samplings(
 def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
     for number in range(20):
         asked, model = request(name, number), table(f"{name} {number}")
-        policy = POLICIES[number % 3]
-        setups = [loop_law.Setup(under_grammar(name, inner), policy) for inner in TABLE_DRAFTERS]
+        setups = [
+            loop_law.Setup(under_grammar(name, inner), POLICIES[number % 3])
+            for inner in TABLE_DRAFTERS
+        ]
         randomness = KeyedRandomness(number)
         texts = {loop_law.run_loop(model, asked, each, randomness, rule="race") for each in setups}
         assert len(texts) == 1
@@ -197,8 +199,13 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(
     rounds: list[Round] = []
     policy = policies.AdaptiveExit(0.5, 6)
     setup = loop_law.Setup(under_grammar(name, drafter), lambda: policy)
-    asked = replace(request(name), max_new_tokens=8)
-    loop_law.run_loop(table(name), asked, setup, SeededRandomness(0), on_round=rounds.append)
+    loop_law.run_loop(
+        table(name),
+        replace(request(name), max_new_tokens=8),
+        setup,
+        SeededRandomness(0),
+        on_round=rounds.append,
+    )
     assert rounds[0].drafted[: len(first)] == first and rounds[0].accepted
     assert {*plans} == {()}, "the target alone was called"
     assert (policy.rate, policy.threshold) == (0.0, 0.5), "nothing is learned of a model's drafts"
@@ -248,9 +255,9 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message:
     assert refusal(Grammar, kind, source, VOCABULARY).startswith(message)
 
 
-def test_a_grammar_needs_an_end_of_text_token() -> None:
-    for ids in (frozenset(), frozenset({len(TOKENS)})):
-        assert "end-of-text" in refusal(Vocabulary, TOKENS, ids, encode)
+@pytest.mark.parametrize("ids", [frozenset(), frozenset({len(TOKENS)})], ids=str)
+def test_a_grammar_needs_an_end_of_text_token(ids: frozenset[int]) -> None:
+    assert "end-of-text" in refusal(Vocabulary, TOKENS, ids, encode)
 
 
 def test_where_the_library_fails_nothing_is_forced() -> None:

@@ -76,9 +76,13 @@ class Always:
 
 def auto(step: float, row: float = 0.05, credit: float = math.inf, **more: Any) -> Auto:
     """The choice between a model and a lookup, at these costs in plain steps."""
-    drafters = {"model": Always(), "lookup": PromptLookup()}
     costs = Costs({"model": step}, row)
-    return Auto(drafters, lambda length: costs, Estimates(credit=credit), **more)
+    return Auto(
+        {"model": Always(), "lookup": PromptLookup()},
+        lambda length: costs,
+        Estimates(credit=credit),
+        **more,
+    )
 
 
 def round_of(policy: Auto, accepts: int, tokens: Sequence[int] = (1, 2, 3)) -> int:
@@ -115,18 +119,20 @@ def test_auto_never_costs_noticeably_more_than_plain_decoding(
     assert 0.97 * spent <= max(64, tokens)
 
 
+@pytest.mark.parametrize("by_confidence", [True, False])
 @pytest.mark.parametrize("cost", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.8, 0.95])
-def test_auto_takes_the_best_length_where_confidence_says_nothing(rate: float, cost: float) -> None:
+def test_auto_takes_the_best_length_where_confidence_says_nothing(
+    rate: float, cost: float, by_confidence: bool
+) -> None:
     """A draft ends where another token is expected to bring less than its cost is worth."""
     speedups = [
         sum(rate**kept for kept in range(length + 1)) / (1 + length * cost)
         for length in range(MOST_DRAFTED + 1)
     ]
-    for by_confidence in (True, False):
-        policy = auto(cost, 0.0, by_confidence=by_confidence, priors={"model": rate})
-        policy.rates_of("model").PRIOR_WEIGHT = 1e9
-        assert round_of(policy, 0) == speedups.index(max(speedups))
+    policy = auto(cost, 0.0, by_confidence=by_confidence, priors={"model": rate})
+    policy.rates_of("model").PRIOR_WEIGHT = 1e9
+    assert round_of(policy, 0) == speedups.index(max(speedups))
 
 
 def test_drafts_stop_where_their_rounds_take_longer_than_their_steps(
@@ -187,8 +193,7 @@ def test_auto_learns_of_a_lookup_that_was_not_taken() -> None:
     policy = auto(5.0, 0.2, priors={"lookup 1": 0.1})
     for _ in range(30):
         policy.estimates.credit = 0.0
-        policy.propose(text_of([4, 0, 0, 0, 4]), 3, SamplingParams(), policy, None)
-        policy.observe(Round(5, [], 0, [0]))
+        assert round_of(policy, 0, [4, 0, 0, 0, 4]) == 0
     assert policy.rates_of("lookup 1").mean() > 0.5
 
 

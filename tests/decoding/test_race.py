@@ -130,24 +130,22 @@ def test_the_hash_is_splitmix64() -> None:
     assert [number % 2**64 for number in found.tolist()] == expected
 
 
-def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [[0.5], [1 / race.FEW / 2] * race.FEW + [0.0, 0.5]], ids=len)
+def test_no_impossible_token_wins(others: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where u = 1 throughout, so that every E is 0."""
     monkeypatch.setattr("decoding.race.hash_in_place", lambda counters: counters * 0 - 1)
-    for possible in (
-        [0.0, 0.5, 0.5],
-        [0.0, *torch.full((race.FEW + 9,), 1 / race.FEW / 2), 0.0, 0.5],
-    ):
-        probs = torch.tensor(possible)
-        assert KeyedRandomness(0).draw(probs, Place(0)).item() == 1
-        assert race.race_at(probs[None], torch.tensor([0])).item() == 1
+    probs = torch.tensor([0.0, 0.5, *others])
+    assert KeyedRandomness(0).draw(probs, Place(0)).item() == 1
+    assert race.race_at(probs[None], torch.tensor([0])).item() == 1
 
 
 def test_where_no_token_is_possible_none_is_accepted() -> None:
     """Not even the token that such a row draws."""
     zeros = torch.zeros(2, 4)
     drawn = KeyedRandomness(0).draw(zeros[0], Place(1))
-    rest = KeyedRandomness(0), Place(1)
-    assert verify.verify_by_race(zeros, zeros[1:], drawn[None], *rest)[0] == 0
+    assert (
+        verify.verify_by_race(zeros, zeros[1:], drawn[None], KeyedRandomness(0), Place(1))[0] == 0
+    )
 
 
 @pytest.mark.parametrize("kept", [1, 3, 60, race.FEW, race.FEW + 1, 49152])

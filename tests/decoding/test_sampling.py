@@ -103,20 +103,22 @@ def test_temperature_zero_is_exactly_one_hot_at_the_first_largest_logit(
     assert probs.tolist() == [float(token == row.index(max(row))) for token in range(VOCAB)]
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
+)
 @given(row=rows, temperature=st.sampled_from([1e-3, 1e-10, 1e-30, 5e-324]))
 @settings(derandomize=True, deadline=None)
 def test_a_temperature_towards_zero_tends_to_greedy_and_never_to_nan(
-    row: list[float], temperature: float
+    dtype: torch.dtype, row: list[float], temperature: float
 ) -> None:
     """Ties share the probability evenly in the limit; without ties it is greedy decoding's
     one-hot. Half-precision logits give float32 probabilities.
     """
     best = torch.tensor(row) == max(row)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        logits = torch.tensor([row], dtype=dtype)
-        probs = distribution(logits, torch.tensor([0]), SamplingParams(temperature))[0]
-        expected = (best / best.sum()).to(torch.promote_types(dtype, torch.float32))
-        torch.testing.assert_close(probs, expected, rtol=0, atol=1e-7)
+    logits = torch.tensor([row], dtype=dtype)
+    probs = distribution(logits, torch.tensor([0]), SamplingParams(temperature))[0]
+    expected = (best / best.sum()).to(torch.promote_types(dtype, torch.float32))
+    torch.testing.assert_close(probs, expected, rtol=0, atol=1e-7)
 
 
 @given(row=rows, params=params, forbidden=st.sets(st.integers(0, VOCAB - 1), min_size=1))

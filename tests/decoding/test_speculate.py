@@ -30,14 +30,15 @@ VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
 
 def write(
     model: Decoder,
-    cache: KVCache,
     drafter: object,
     policy: Policy,
     *,
     params: SamplingParams = SamplingParams(),
     conditions: Conditions | None = None,
+    cache: KVCache | None = None,
 ) -> list[Round]:
     text = Text(PROMPT, conditions or Conditions(20), model)
+    cache = cache or prefilled(model, PROMPT)
     return list(loop.speculate(model, cache, text, drafter, policy, params, SeededRandomness(0)))
 
 
@@ -88,43 +89,48 @@ def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(
     drafter: Drafter, broken: str
 ) -> None:
     model = tiny_model("llama", vocab=VOCAB)
-    cache = prefilled(model, PROMPT)
-    said = refusal(lambda: write(model, cache, CheckedDrafter(drafter, model), FixedLength(4)))
+    said = refusal(lambda: write(model, CheckedDrafter(drafter, model), FixedLength(4)))
     assert re.search(f"drafter {type(drafter).__name__} .*{broken}", said)
 
 
-def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token_up_to_the_budget() -> None:
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0)], ids=str)
+def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token_up_to_the_budget(
+    params: SamplingParams,
+) -> None:
     """Of 18 tokens; none that cannot be used is drafted."""
     model = tiny_model("llama", vocab=VOCAB)
-    for params in (SamplingParams(), SamplingParams(1.0)):
-        cache = prefilled(model, PROMPT)
-        drafter = ModelDrafter(model, cache)
-        how = {"params": params, "conditions": Conditions(18)}
-        rounds = write(model, cache, drafter, FixedLength(4), **how)
-        counts = [(len(r.drafted), r.accepted, len(r.emitted), r.finish) for r in rounds]
-        assert counts == [(4, 4, 5, None)] * 3 + [(2, 2, 3, "length")]
+    cache = prefilled(model, PROMPT)
+    rounds = write(
+        model,
+        ModelDrafter(model, cache),
+        FixedLength(4),
+        params=params,
+        conditions=Conditions(18),
+        cache=cache,
+    )
+    counts = [(len(r.drafted), r.accepted, len(r.emitted), r.finish) for r in rounds]
+    assert counts == [(4, 4, 5, None)] * 3 + [(2, 2, 3, "length")]
 
 
 def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> None:
     model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(0.7, top_k=3)
-    rounds = write(
-        model,
-        prefilled(model, PROMPT),
-        NoDraft(),
-        ConfidenceGate(FixedLength(0), 0.5),
-        params=params,
-    )
+    rounds = write(model, NoDraft(), ConfidenceGate(FixedLength(0), 0.5), params=params)
     raw = model(torch.tensor([PROMPT + tokens_of(rounds)]))[0].softmax(-1)
     expected = [raw[round.position - 1, round.emitted[-1]].item() for round in rounds]
     assert [round.target_confidence for round in rounds] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("trouble", ["dead end", "non-finite"])
+@pytest.mark.parametrize(
+    ("is_dead_end", "said"),
+    [(True, "no token at position 7 of the text"), (False, "stop being finite")],
+)
 @pytest.mark.parametrize("rule", [Rule("ratio", 0), Rule("race", 0)], ids=str)
-def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, rule: Rule) -> None:
+def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(
+    is_dead_end: bool, said: str, rule: Rule
+) -> None:
     """And the error names the place behind them."""
     model = tiny_model("llama", vocab=VOCAB)
-    plain = tokens_of(write(model, prefilled(model, PROMPT), NoDraft(), FixedLength(0)))
+    plain = tokens_of(write(model, NoDraft(), FixedLength(0)))
     last = len(PROMPT) + 2
 
     def overflow(module: object, given: tuple[Any, ...], logits: Tensor) -> None:
@@ -134,13 +140,9 @@ def test_tokens_accepted_before_the_trouble_are_kept_and_recorded(trouble: str, 
         tokens = torch.tensor(plain[len(text.generated) :][:limit])
         return Draft(tokens, one_hot(tokens, VOCAB))
 
-    constraints = []
-    said = "stop being finite"
+    constraints = [lambda tokens: torch.full((VOCAB,), len(tokens) < last)] * is_dead_end
     cache = prefilled(model, PROMPT)
-    if trouble == "dead end":
-        constraints = [lambda tokens: torch.full((VOCAB,), len(tokens) < last)]
-        said = f"no token at position {last} of the text"
-    else:
+    if not is_dead_end:
         model.register_forward_hook(overflow)
     text = Text(PROMPT, Conditions(20, constraints=constraints), model)
     how = FixedLength(4), SamplingParams(), rule.randomness(), rule.verify

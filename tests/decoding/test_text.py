@@ -2,7 +2,8 @@
 whole text.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -75,15 +76,21 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
         assert shown == text.written == whole.decode(errors="replace")
 
 
-@pytest.mark.parametrize("condition", ["stop_strings", "banned"])
-@pytest.mark.parametrize("strings", ["a", [""], ["\udcff"]])
-def test_a_string_that_no_text_can_hold_is_refused(condition: str, strings: Any) -> None:
-    assert refusal(Conditions, 9, **{condition: strings})
-
-
-@pytest.mark.parametrize("tokens", [0, 4, 5])
-def test_a_prompt_without_tokens_and_one_that_fills_the_context_are_refused(tokens: int) -> None:
-    assert f"has {tokens} tokens" in refusal(text_of, [0] * tokens, positions=4)
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        *(
+            (partial(Conditions, 9, **{condition: strings}), "")
+            for condition in ("stop_strings", "banned")
+            for strings in ("a", [""], ["\udcff"])
+        ),
+        *((partial(text_of, [0] * n, positions=4), f"has {n} tokens") for n in (0, 4, 5)),
+    ],
+)
+def test_a_string_that_no_text_can_hold_and_a_prompt_that_is_empty_or_fills_the_context_are_refused(
+    refused: Callable[[], object], said: str
+) -> None:
+    assert said in refusal(refused)
 
 
 def test_strings_cannot_be_found_in_tokens_without_bytes() -> None:

@@ -134,19 +134,31 @@ def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
 
 
 FULL, SKIPPING = LayerPlan.full(3), LayerPlan.skipping(3, attention=[1], mlp=[])
-# the plan of a draft, the length after a rollback, start and number of the tokens after it
+ONE, TWO, OF_TWO_TEXTS = torch.tensor([[0]]), torch.tensor([[0, 1]]), torch.tensor([[0], [1]])
+# the plan of a draft, the length after a rollback, and the call after it
 REFUSED = {
-    "hole": (FULL, 4, 5, 1, "layer 0: writing at 5 leaves a hole after 4 entries"),
-    "hole after a rollback": (FULL, 2, 3, 1, "writing at 3 leaves a hole after 2 entries"),
+    "hole": (FULL, 4, (ONE, 5), "layer 0: writing at 5 leaves a hole after 4 entries"),
+    "hole after a rollback": (FULL, 2, (ONE, 3), "writing at 3 leaves a hole after 2 entries"),
     "layer skipped by the draft": (
         SKIPPING,
         5,
-        5,
-        1,
+        (ONE, 5),
         "layer 1: writing at 5 leaves a hole after 4 entries",
     ),
-    "fewer than none": (FULL, -5, 0, 1, "cannot be cut to -5 positions"),
-    "beyond the capacity": (FULL, 5, 5, 2, "position 6 is outside the cache's 6 positions"),
+    "fewer than none": (FULL, -5, (ONE, 5), "cannot be cut to -5 positions"),
+    "beyond the capacity": (FULL, 5, (TWO, 5), "position 6 is outside the cache's 6 positions"),
+    "a plan of fewer layers": (
+        FULL,
+        5,
+        (ONE, 5, LayerPlan.full(2)),
+        "a plan of 2 layers is for another model: this one has 3",
+    ),
+    "another number of texts": (
+        FULL,
+        5,
+        (OF_TWO_TEXTS, 5),
+        "a cache for 1 texts .* does not fit 2 texts",
+    ),
 }
 PREPARED = {
     "readable": lambda model: model,
@@ -157,47 +169,28 @@ PREPARED = {
 
 @pytest.mark.parametrize("prepare", PREPARED.values(), ids=PREPARED.keys())
 @pytest.mark.parametrize(
-    ("plan", "length", "start", "count", "message"), REFUSED.values(), ids=REFUSED.keys()
+    ("plan", "length", "call", "message"), REFUSED.values(), ids=REFUSED.keys()
 )
-def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(
-    plan, length, start, count, message, prepare
+def test_a_call_that_does_not_fit_is_refused_before_any_layer_changes(
+    plan, length, call, message, prepare
 ):
-    """Four tokens by the target and one by a draft, a rollback, and ``count`` tokens more by the
-    target.
+    """Four tokens by the target and one by a draft, a rollback, and the call. Later steps are as
+    fast as before.
     """
     model = prepare(random_model(small(vocab_size=VOCAB)))
     cache = model.new_cache(6)
     model(torch.arange(4)[None], cache, 0)
     model(torch.tensor([[1]]), cache, 4, plan)
+    tokens, *rest = call
     with pytest.raises(ValueError, match=message):
         cache.truncate(length)
-        model(torch.arange(count)[None], cache, start)
+        model(tokens, cache, *rest)
+    assert max(cache.lengths) < rest[0] + tokens.shape[1] and model.trouble is None
 
 
-@pytest.mark.parametrize("prepare", PREPARED.values(), ids=PREPARED.keys())
-@pytest.mark.parametrize(
-    ("batch", "plan", "message"),
-    [
-        (1, LayerPlan.full(2), "a plan of 2 layers is for another model: this one has 3"),
-        (2, FULL, "a cache for 1 texts .* does not fit 2 texts"),
-    ],
-)
-def test_a_call_that_does_not_fit_is_refused_before_the_cache_changes(
-    batch, plan, message, prepare
-):
-    """And later steps are as fast as before."""
-    model = prepare(random_model(small(vocab_size=VOCAB)))
-    cache = model.new_cache(6)
-    with pytest.raises(ValueError, match=message):
-        model(torch.zeros(batch, 3, dtype=torch.int64), cache, 0, plan)
-    assert cache.lengths == [0, 0, 0] and model.trouble is None
-
-
-def test_a_refused_write_changes_no_layers_length() -> None:
+def test_a_cache_refuses_what_lies_outside_it_and_stays() -> None:
     cache = KVCache(3, (1, 1, 6, 4), torch.float32, torch.device("cpu"))
     cache.claim([0, 2], 0, 4)
-    with pytest.raises(ValueError, match="layer 1: writing at 4 leaves a hole after 0 entries"):
-        cache.claim([0, 1, 2], 4, 1)
     with pytest.raises(ValueError, match="position -2 is before the cache's first, 0"):
         cache.claim([], -2, 1)
     for capacity, length in ((9, 9), (1, 4), (6, -1)):

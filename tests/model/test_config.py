@@ -135,16 +135,20 @@ def test_windows_are_in_the_layers_of_each_family(raw, windows):
     assert parse_config(raw).windows == windows
 
 
-def test_keys_that_a_family_does_not_read_and_other_names_of_activations_change_nothing():
-    for raw, more in [
+@pytest.mark.parametrize(
+    ("raw", "more"),
+    [
         (LLAMA, {"hidden_act": "swish"}),
         (GEMMA, {"hidden_activation": "gelu_new"}),
         (MISTRAL, {"attention_bias": True, "mlp_bias": True, "query_pre_attn_scalar": 9}),
         (QWEN2, {"attention_bias": False, "attn_logit_softcapping": 9.0}),
         (LLAMA, {"sliding_window": 10, "final_logit_softcapping": 9.0}),
         (GEMMA3, {"attn_logit_softcapping": 50.0, "use_sliding_window": False}),
-    ]:
-        assert parse_config(raw | more) == parse_config(raw)
+    ],
+    ids=str,
+)
+def test_keys_that_a_family_does_not_read_and_other_names_of_activations_change_nothing(raw, more):
+    assert parse_config(raw | more) == parse_config(raw)
 
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32}
@@ -175,9 +179,11 @@ def test_scaling_has_the_attention_factor_and_the_context_of_transformers(
 @pytest.mark.parametrize("name", ["type", "rope_type"])
 def test_a_scaling_that_is_added_to_rope_parameters_keeps_their_theta(name):
     """It replaces their type, under its older name too."""
-    parameters = {"rope_type": "default", "rope_theta": 5e5}
-    scaling = {name: "linear", "factor": 4.0}
-    found = parse_config(LLAMA | {"rope_parameters": parameters, "rope_scaling": scaling}).ropes[0]
+    ropes = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": {name: "linear", "factor": 4.0},
+    }
+    found = parse_config(LLAMA | ropes).ropes[0]
     assert (found.theta, found.kind, found.factor) == (5e5, "linear", 4.0)
 
 

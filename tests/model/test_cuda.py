@@ -146,11 +146,13 @@ def test_tritons_product_is_that_of_the_rounded_weights_and_of_each_row_alone() 
 
 
 @needs_gpu
-def test_a_gpus_products_are_those_of_the_rounded_weights_and_of_each_row_alone() -> None:
-    for dtype in DTYPES:
-        if four_bits.gpu_bits(torch.device("cuda", 0), dtype):
-            name = "four_bits" if dtype == torch.bfloat16 else "triton_product"
-            check(name, dtype, 64, 1024, "cuda")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpus_products_are_those_of_the_rounded_weights_and_of_each_row_alone(
+    dtype: torch.dtype,
+) -> None:
+    if four_bits.gpu_bits(torch.device("cuda", 0), dtype):
+        name = "four_bits" if dtype == torch.bfloat16 else "triton_product"
+        check(name, dtype, 64, 1024, "cuda")
 
 
 # Compilation for an absent GPU

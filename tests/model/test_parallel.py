@@ -84,8 +84,9 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
     heads: int, shared: int, size: int, fit: str
 ) -> None:
     config = parse_config(small(num_attention_heads=heads, num_key_value_heads=shared))
-    said = refusal(Shard, config, 0, size)
-    assert said.endswith(f"do not divide over {size} processes: start one of [{fit}]")
+    assert refusal(Shard, config, 0, size).endswith(
+        f"do not divide over {size} processes: start one of [{fit}]"
+    )
 
 
 def test_only_key_heads_are_shared() -> None:

@@ -4,7 +4,9 @@ bits computes with rounded weights, and copies nothing else.
 
 import copy
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -167,13 +169,6 @@ def test_a_plan_in_bits_is_the_plan_on_rounded_weights(family: str, plan: LayerP
     torch.testing.assert_close(model(TOKENS, plan=plan), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("bits", [0, 3, FULL])
-def test_weights_are_rounded_to_four_or_eight_bits_alone(bits: int) -> None:
-    for round_weights in (quantise, rounded):
-        with pytest.raises(ValueError, match=f"not to {bits}"):
-            round_weights(weights(64, 64, 0), bits)
-
-
 def test_low_bit_copies_are_made_once_when_a_plan_asks_for_them() -> None:
     model = tiny_model("gemma2")
     made = model.planned.new_product = Mock(side_effect=model.planned.new_product)
@@ -185,8 +180,26 @@ def test_low_bit_copies_are_made_once_when_a_plan_asks_for_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"attention": (3, 0, 0)}, {"head": 0}, {"mlp": (16, 16)}, {"window": 0}]
+    ("refused", "said"),
+    [
+        *(
+            (partial(round_weights, weights(64, 64, 0), bits), f"not to {bits}")
+            for round_weights in (quantise, rounded)
+            for bits in (0, 3, FULL)
+        ),
+        *(
+            (partial(replace, LayerPlan.full(3), **wrong), "a plan")
+            for wrong in (
+                {"attention": (3, 0, 0)},
+                {"head": 0},
+                {"mlp": (16, 16)},
+                {"window": 0},
+            )
+        ),
+    ],
 )
-def test_a_plan_of_other_bits_or_no_key_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="a plan"):
-        replace(LayerPlan.full(3), **wrong)
+def test_weights_and_plans_of_other_bits_and_a_plan_of_no_key_are_refused(
+    refused: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        refused()

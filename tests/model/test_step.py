@@ -295,20 +295,23 @@ def test_gradients_pass_through_the_attention_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [None, *LOW_BITS])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
 @torch.inference_mode()
-def test_non_finite_numbers_reach_the_logits_and_no_other_row(name: str, broken: float) -> None:
-    for dtype in DTYPES:
-        readable = random_model(name, dtype, tie_word_embeddings=False)
-        readable.embed_tokens.weight[5] = broken
-        model, text = accelerate(readable), torch.tensor([[1, 2, 5, 3]])
-        for plan in (None, LayerPlan.full(3).in_bits(4), LayerPlan.full(3).in_bits(8)):
-            cache = model.new_cache(8)
-            logits = model(text, cache, 0, plan)
-            assert logits[0, :2].isfinite().all() and not logits[0, 2:].isfinite().any()
-            cache.truncate(2)
-            alone = one_by_one(model, torch.tensor([[1, 2, 1]]), 0, model.new_cache(8), plan)
-            assert torch.equal(model(text[:, :1], cache, 2, plan), alone[:, 2:])
+def test_non_finite_numbers_reach_the_logits_and_no_other_row(
+    name: str, bits: int | None, dtype: torch.dtype, broken: float
+) -> None:
+    readable = random_model(name, dtype, tie_word_embeddings=False)
+    readable.embed_tokens.weight[5] = broken
+    model, text = accelerate(readable), torch.tensor([[1, 2, 5, 3]])
+    plan = bits and LayerPlan.full(3).in_bits(bits)
+    cache = model.new_cache(8)
+    logits = model(text, cache, 0, plan)
+    assert logits[0, :2].isfinite().all() and not logits[0, 2:].isfinite().any()
+    cache.truncate(2)
+    alone = one_by_one(model, torch.tensor([[1, 2, 1]]), 0, model.new_cache(8), plan)
+    assert torch.equal(model(text[:, :1], cache, 2, plan), alone[:, 2:])
 
 
 @pytest.mark.parametrize("bits", LOW_BITS)
@@ -385,8 +388,7 @@ def test_all_processors_give_the_same_bits(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("march", ["armv8-a", "armv8.2-a+dotprod"])
 def test_arm_gives_the_same_bits(march: str, tmp_path: Path) -> None:
-    cross = "aarch64-linux-gnu-gcc"
-    arm = compiled_program(BITS, tmp_path, f"-march={march}", "-static", by=cross)
+    arm = compiled_program(BITS, tmp_path, f"-march={march}", "-static", by="aarch64-linux-gnu-gcc")
     here = compiled_program(BITS, tmp_path, "-march=haswell")
     assert printed("qemu-aarch64", arm) == printed(here)
 
@@ -399,8 +401,7 @@ def test_a_step_reads_and_writes_no_memory_of_others(
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     checks = "-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover"
     for march in other_processors():
-        program = compiled_program(BITS, tmp_path, *march, *checks)
-        assert printed(program)
+        assert printed(compiled_program(BITS, tmp_path, *march, *checks))
 
 
 @needs_cc
@@ -548,21 +549,25 @@ def test_in_other_dtypes_the_readable_blocks_run(dtype: torch.dtype) -> None:
 
 
 def test_structures_and_functions_are_those_that_the_step_declares_and_no_others() -> None:
-    names = [name for name, _ in library.structure("Text")._fields_]
-    assert names == ["entries", "rows", "start", "head_bytes"]
+    assert [*dict(library.structure("Text")._fields_)] == ["entries", "rows", "start", "head_bytes"]
     with pytest.raises(AttributeError):
         library.structure("Text")(row=1)
     with pytest.raises(ctypes.ArgumentError):  # two in the wrong order
         library.library().attend(cpu.CText(), cpu.CAttention(), 0, 0, 0)
 
 
-def test_a_declaration_that_cannot_be_read_in_full_is_refused() -> None:
-    for declaration in ("long sizes[MANY]", "unsigned long size", "float (*function)(float)"):
-        with pytest.raises(ValueError, match=f"cannot read .*{re.escape(declaration)}"):
-            library.declared(declaration)
-    for result in ("float ", "const char *", "unsigned long "):
-        with pytest.raises(ValueError, match=f"size must .*, not {re.escape(result.strip())}"):
-            library.exported(f"static int of(long row) {{\n{result}size(long rows) {{\n")
+@pytest.mark.parametrize(
+    "declaration", ["long sizes[MANY]", "unsigned long size", "float (*function)(float)"]
+)
+def test_a_declaration_that_cannot_be_read_in_full_is_refused(declaration: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot read .*{re.escape(declaration)}"):
+        library.declared(declaration)
+
+
+@pytest.mark.parametrize("result", ["float ", "const char *", "unsigned long "])
+def test_a_function_of_another_result_is_refused(result: str) -> None:
+    with pytest.raises(ValueError, match=f"size must .*, not {re.escape(result.strip())}"):
+        library.exported(f"static int of(long row) {{\n{result}size(long rows) {{\n")
 
 
 def test_only_the_weights_of_the_newest_plans_are_kept() -> None:

@@ -127,14 +127,17 @@ def test_what_the_command_cannot_do_is_refused_and_the_file_left_alone(
     assert said.startswith("error: ") and complaint in said
 
 
-REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-
-
 TAKES = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "template", [TAKES, REFUSES + TAKES, None], ids=["takes", "refuses", "none"]
+    "template",
+    [
+        TAKES,
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TAKES,
+        None,
+    ],
+    ids=["takes", "refuses", "none"],
 )
 def test_a_narrator_speaks_where_the_template_lets_one(
     template: str | None, chat_model: Path, monkeypatch: pytest.MonkeyPatch

