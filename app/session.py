@@ -270,6 +270,7 @@ class Session(LoadedModel):
         if self.slot is None or self.slot.cache.capacity < positions:
             if self.slot:
                 self.slot.source = None  # ends its stream
+                self.slot = None  # frees the old cache before the new one is made
             rounded_up = -(-positions // POSITIONS) * POSITIONS
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot

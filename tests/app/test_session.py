@@ -200,7 +200,9 @@ def test_a_call_cuts_off_the_stream_on_its_cache_and_no_other(
     assert not torch.is_inference_mode_enabled(), "this is left to the caller"
     late = chat.stream("Late")
     chat.say("And?")
+    held = recorded(monkeypatch, small, "new_slot", lambda _: small.slot)
     small.write(FOX, max_new_tokens=40)
+    assert held == [None], "the smaller cache is freed first"
     for cut in (late, *streams[:3]):
         assert "cut this stream off" in refusal(list, cut)
     assert begun[3] + "".join(streams[3]) == session.write(FOX).text
