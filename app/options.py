@@ -359,7 +359,7 @@ class Options:
         Another kind of draft comes without the known options of drafting, and a grammar without
         the known one. Raises InputError.
         """
-        known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
+        known = {each.name for each in fields(self)} - {*OF_THE_COMMAND, *OF_THE_MODEL}
         for name in changes.keys() & {*OF_THE_MODEL}:
             raise InputError(f"{name} is an option of load, not of a call", name)
         for name in changes.keys() - known:
