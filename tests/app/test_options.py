@@ -126,7 +126,7 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
     ("wrong", "said"),
     [
         ({"temperature": "0.7"}, "--temperature must be a number"),
-        ({"trace": True}, "give adaptive, ban, bits, chat, chat_template_kwargs, coupling, draft, "),
+        ({"trace": True}, "give adaptive, ban, bits, chat, chat_template_kwargs, coupling, "),
         ({"colour": "red"}, "no option is called colour"),
         ({"model": "tiny-gemma2"}, "model is an option of load"),
         ({"regex": "\ud800"}, "--regex is not UTF-8 text"),
