@@ -2,6 +2,7 @@
 wrong, in one line.
 """
 
+import inspect
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import generate
+from app.processes import SharedSession
+from app.session import Session
 from decoding.randomness import SeededRandomness
 from decoding.verify import Rule
 from tests.commands import Outcome, Run
@@ -176,3 +179,8 @@ def test_an_environment_that_is_not_torchruns_is_one_line(
     monkeypatch.setattr(os, "environ", {**os.environ, **environment})
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert run("the").complaint.startswith("error: RANK, WORLD_SIZE, ")
+
+
+def test_a_rank_writes_with_the_arguments_of_a_process_alone() -> None:
+    own, base = (inspect.signature(kind.rounds).parameters for kind in (SharedSession, Session))
+    assert [*own] == [*base]
