@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.session import load
 from decoding.drafters import Draft
 from decoding.proof.loop_law import Setup, bias
 from tests.commands import Run
@@ -49,6 +50,15 @@ def test_generate_drafts_with_the_readers_own_class(file: Path, run: Run, model:
         run(*command, "--draft", draft).result for draft in (f"{file}:Bigrams", "none")
     )
     assert drafted["tokens"] == plain["tokens"] and drafted["drafted"] > 0 == plain["drafted"]
+
+
+def test_the_file_is_run_once_for_all_texts(
+    file: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("print('run')\n" + file.read_text("utf-8"), "utf-8")
+    load(model, draft=f"{own}:Bigrams", max_new_tokens=4).write_all(["the hen", "the fox"])
+    assert capsys.readouterr().out == "run\n"
 
 
 @pytest.mark.parametrize(
