@@ -297,9 +297,11 @@ class Chat:
     """
 
     def __init__(self, session: Session, options: dict[str, object]) -> None:
+        """Begin with no turns. Raises InputError for wrong options."""
         self.session = session
-        self.options = options
-        system = session.options.merged(options).system
+        merged = with_contents(session.options.merged(options))
+        self.options = {name: getattr(merged, name) for name in options}
+        system = merged.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.slot: Slot | None = None
         self.sample: Sample | None = None
@@ -310,30 +312,32 @@ class Chat:
         Raises InputError where the conversation is longer than its context: the turn is not kept.
         """
         with self.session.lock:
-            for _ in self.rounds(text, **options):
+            sample, rounds = self.begin(text, **options)
+            for _ in rounds:
                 pass
-            return self.sample
+            return sample
 
     def stream(self, text: str, **options: object) -> Iterator[str]:
         """Return the model's answer in pieces; of one that is not read to its end, those so far
         stay.
         """
-        rounds = self.rounds(text, **options)
-        return pieces(self.sample, rounds)
+        return pieces(*self.begin(text, **options))
 
-    def rounds(self, text: str, **options: object) -> Iterator[Round]:
-        """Return the rounds in which the model's answer is written, which is then ``sample``."""
+    def begin(self, text: str, **options: object) -> tuple[Sample, Iterator[Round]]:
+        """Return the model's answer and the rounds in which it is written. It is ``sample`` from
+        the first round on.
+        """
         if "system" in options:
             raise InputError("system is an option of chat, not of a turn", "system")
         session = self.session
         merged = with_contents(session.options.merged(self.options).merged(options))
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
-        self.sample = session.begin(
+        sample = session.begin(
             session.encode(messages, merged), merged, context=self.slot.cache.capacity
         )
-        self.sample.continues = True
-        return self._answer(messages, self.sample)
+        sample.continues = True
+        return sample, self._answer(messages, sample)
 
     def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
         if self.messages != messages[:-1]:
@@ -342,6 +346,7 @@ class Chat:
             )
         # Nothing is kept of a turn that could not be answered.
         for round in self.session.rounds(sample, self.slot):
+            self.sample = sample
             self.messages = [*messages, {"role": "assistant", "content": sample.text}]
             yield round
 
