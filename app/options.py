@@ -49,6 +49,7 @@ WANTED = {  # by the type of an option's values
     str: "a string",
     tuple: "a list of strings",
 }
+ALSO_WANTED = {dict: " or a dict", DraftPlan: " or a DraftPlan"}  # beside a string
 EPILOG = """examples:
   python generate.py "Why is the sky blue?" --trace --compare
   python generate.py "Write a short story about a fox." --draft lookup --temperature 0.7 --seed 1
@@ -346,12 +347,6 @@ class Options:
         """Whether a text is the same with drafts of any length."""
         return self.temperature == 0 or self.rule.name == "race"
 
-    @property
-    def repeat_with(self) -> str:
-        """The options that repeat a sampled text; none of a greedy one."""
-        number = f" --num-samples {self.num_samples}" if self.num_samples > 1 else ""
-        return f"--seed {self.seed} --coupling {self.rule.name}{number}" if self.temperature else ""
-
     def merged(self, changes: Mapping[str, Any]) -> Options:
         """Return these options with the ``changes`` of a call or a request. These are no options of
         the model.
@@ -410,7 +405,7 @@ def checked(entry: Field, value: Any) -> Any:
     least, most = settings["bounds"]
     wanted = None
     if not has_type:
-        wanted = WANTED[kind]
+        wanted = WANTED[kind] + "".join(ALSO_WANTED.get(each, "") for each in types)
     elif choices and value not in choices:
         wanted = f"one of {', '.join(map(str, choices))}"
     elif least is not None and not least <= value <= most:  # NaN lies nowhere

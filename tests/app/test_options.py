@@ -63,6 +63,12 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "another rule": ({"coupling": "bogus"}, "coupling", "one of ratio, race, block"),
     "a number for a list": ({"stop": 3}, "stop", "must be a list of strings"),
     "numbers in a list": ({"stop": ["a", 3]}, "stop", "must be a list of strings"),
+    "a number for a plan": ({"plan": 3}, "plan", "must be a string or a DraftPlan"),
+    "a list for a dict": (
+        {"chat_template_kwargs": [1]},
+        "chat_template_kwargs",
+        "must be a string or a dict",
+    ),
     "nothing for a list": ({"stop": None}, "stop", "must be a list of strings"),
     "a number for text": ({"draft": 3}, "draft", "must be a string"),
     "too large a seed": ({"seed": 1 << 64}, "seed", "must be from 0 to 1844"),
