@@ -97,10 +97,10 @@ class Sample:
 
         One of several texts is the last that they write, after the same prompt.
         """
-        if self.options.temperature == 0:
-            return ""
-        number = f" --num-samples {self.rule.sample + 1}" if self.rule.sample else ""
-        return f"--seed {self.rule.seed} --coupling {self.rule.name}{number}"
+        rule = self.rule
+        count = f" --num-samples {rule.sample + 1}" if rule.sample else ""
+        options = f"--seed {rule.seed} --coupling {rule.name}{count}"
+        return options if self.options.temperature else ""
 
     @property
     def speed(self) -> float:

@@ -301,8 +301,9 @@ class Chat:
         self.session = session
         merged = with_contents(session.options.merged(options))
         self.options = {name: getattr(merged, name) for name in options}
-        system = merged.system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = []
+        if merged.system is not None:
+            self.messages.append({"role": "system", "content": merged.system})
         self.slot: Slot | None = None
         self.sample: Sample | None = None
 

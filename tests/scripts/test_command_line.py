@@ -162,7 +162,8 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
     )
     assert outcome.status == 0 and len(outcome.objects) == 3 and outcome.out.isascii()
     tokenizer = Tokenizer(Path(model))
-    for number, result in enumerate(outcome.objects):
+    last_of = ("", " --num-samples 2", " --num-samples 3")
+    for count, result in zip(last_of, outcome.objects, strict=True):
         assert list(result) == KEYS and len(result["tokens"]) == 12
         assert result["text"] in outcome.err
         assert result == result | {
@@ -175,8 +176,7 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
             if result["drafted"]
             else None,
             "tokens_per_round": 12 / result["rounds"],
-            "repeat_with": "--seed 4 --coupling race"
-            + (f" --num-samples {number + 1}" if number else ""),
+            "repeat_with": f"--seed 4 --coupling race{count}",
         }
     assert len({result["text"] for result in outcome.objects}) == 3
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from app.session import load
 from decoding.drafters import Draft
 from decoding.proof.loop_law import Setup, bias
 from tests.commands import Run
@@ -53,12 +52,12 @@ def test_generate_drafts_with_the_readers_own_class(file: Path, run: Run, model:
 
 
 def test_the_file_is_run_once_for_all_texts(
-    file: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, run: Run, model: str, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.py"
-    own.write_text("print('run')\n" + file.read_text("utf-8"), "utf-8")
-    load(model, draft=f"{own}:Bigrams", max_new_tokens=4).write_all(["the hen", "the fox"])
-    assert capsys.readouterr().out == "run\n"
+    own.write_text("print('<once>')\n" + file.read_text("utf-8"), "utf-8")
+    written = run("the", "--model", model, "--draft", f"{own}:Bigrams", "--num-samples", "2")
+    assert written.out.count("<once>") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 ``make readme`` runs every command of theirs.
 """
 
-import argparse
 import importlib.util
 import io
 import re
@@ -17,7 +16,6 @@ import torch
 from docs import layers
 from tests import readme
 from tests.calls import status_of
-from tests.refusal import refusal
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {document: document.read_text(encoding="utf-8") for document in readme.DOCUMENTS}
@@ -96,9 +94,11 @@ def test_the_law_of_the_toy_is_plain_samplings_but_with_a_defect(right: str, wro
     assert float(distance) > 0.01 if right else float(distance) < 1e-12
 
 
-def test_no_text_beyond_the_context_is_drawn(model: str, tmp_path: Path) -> None:
-    options = argparse.Namespace(model=model, text="a" * 300, svg=tmp_path / "layers.svg")
-    assert "the prompt has 300 tokens, the context 256" in refusal(layers.draw, options)
+def test_no_text_beyond_the_context_is_drawn(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beyond = ["a" * 300, "--model", model, "--svg", str(tmp_path / "layers.svg")]
+    assert status_of(layers.main, beyond) == 2 and "context 256" in capsys.readouterr().err
 
 
 def test_a_document_whose_command_is_wrong_fails(capfd: pytest.CaptureFixture[str]) -> None:
