@@ -15,7 +15,7 @@ from threading import RLock
 
 from app.common.command_line import say
 from app.common.parsers import MODEL
-from app.drafts import strategy_of
+from app.drafts import Strategy, strategy_of
 from app.loaded import LoadedModel
 from app.options import OF_THE_MODEL, Options
 from app.prompt import (
@@ -151,23 +151,15 @@ class Session(LoadedModel):
         with self.lock:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
-            slot.source = text
-            # 1. Read the prompt, as far as the cache does not hold it: ``_finish_together`` may
-            # have read and timed it before. A cache that is made anew is no part of this time.
-            asked = now(self.device)
-            slot.read(sample, target)
-            sample.prompt_seconds += now(self.device) - asked
-            # 2. Prepare the draft, for which copies of weights may be made.
-            sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
-            sample.is_plain = policy.gamma == 0
+            strategy = self._prepare(sample, slot, target)
         sample.wait += now(self.device) - called
-        # 3. Write. Between two rounds the reader of a stream may take long, or call the session.
+        # Between two rounds the reader of a stream may take long, or call the session.
         rounds = speculate(
             target,
             slot.cache,
             text,
-            drafter,
-            policy,
+            strategy.drafter,
+            strategy.policy,
             sample.options.params,
             sample.rule.randomness(self.device),
             sample.rule.verify,
@@ -187,6 +179,21 @@ class Session(LoadedModel):
             sample.trouble = self.model.trouble  # a step may have fallen back
             self.written += len(round.emitted)
             yield round
+
+    def _prepare(self, sample: Sample, slot: Slot, target: Model) -> Strategy:
+        """Read the prompt of a text into the slot's cache; returns its draft, for which copies of
+        weights may be made. Raises InputError.
+        """
+        slot.source = sample.source
+        # The cache may hold a part of the prompt: ``_finish_together`` may have read and timed it.
+        # A cache that is made anew is no part of this time.
+        asked = now(self.device)
+        slot.read(sample, target)
+        sample.prompt_seconds += now(self.device) - asked
+        strategy = strategy_of(self, sample, slot, target)
+        sample.draft = strategy.name
+        sample.is_plain = strategy.policy.gamma == 0
+        return strategy
 
     def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
         """Return the next round. If no token can follow, the error has the grammar's reason."""
@@ -301,9 +308,9 @@ class Chat:
         self.session = session
         merged = with_contents(session.options.merged(options))
         self.options = {name: getattr(merged, name) for name in options}
-        self.messages: list[dict[str, str]] = []
-        if merged.system is not None:
-            self.messages.append({"role": "system", "content": merged.system})
+        self.messages = (
+            [] if merged.system is None else [{"role": "system", "content": merged.system}]
+        )
         self.slot: Slot | None = None
         self.sample: Sample | None = None
 
