@@ -166,12 +166,7 @@ class Options:
         metavar="N",
         least=1,
     )
-    temperature: float = option(
-        TEMPERATURE["default"],
-        TEMPERATURE["help"],
-        group="sampling",
-        metavar=TEMPERATURE["metavar"],
-    )
+    temperature: float = option(**TEMPERATURE, group="sampling")
     top_k: int = option(
         0, "keep the K likeliest tokens; 0: all", group="sampling", metavar="K", least=0
     )
@@ -291,13 +286,20 @@ class Options:
         self._check_draft()
         if len(self.grammars) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
-        of_one_text = any(getattr(self, name) != getattr(Options, name) for name in OF_ONE_TEXT)
-        has_no_effect = self.trace if is_server else self.interactive and self.chat is False
-        if of_one_text + self.interactive + is_server > 1 or has_no_effect:
+        of_one_text = [
+            name for name in OF_ONE_TEXT if getattr(self, name) != getattr(Options, name)
+        ]
+        if is_server and self.interactive:
+            raise InputError("give --serve or --interactive, not both")
+        if of_one_text and (is_server or self.interactive):
             raise InputError(
-                "--serve and --interactive stand alone: they take no prompt, --num-samples,"
-                " --compare, --json or --dry-run, --serve no --trace, --interactive no --no-chat"
+                f"{flag_of(of_one_text[0])} has no effect with --serve and --interactive: leave it"
+                " out"
             )
+        if is_server and self.trace:
+            raise InputError("--trace has no effect with --serve: a request asks for its own trace")
+        if self.interactive and self.chat is False:
+            raise InputError("--interactive needs a chat: leave out --no-chat")
         if not is_server and (self.allow_host or self.queue != QUEUE):
             raise InputError("--allow-host and --queue have no effect without --serve")
         _ = self.params  # which checks its numbers

@@ -91,10 +91,10 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "no effect on auto": ({"draft": "auto", "adaptive": True}, "adaptive", "no effect with"),
     "three bits": ({"draft": "lowbit", "bits": 3}, "bits", "one of 4, 8"),
     "two grammars": (dict.fromkeys(GRAMMARS, "a"), None, "give one of"),
-    "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "stand alone"),
-    "a dry conversation": ({"interactive": True, "dry_run": True}, None, "stand alone"),
-    "a prompt for an unset port": ({"serve": "", "prompt": ""}, None, "stand alone"),
-    "plain text in a conversation": ({"interactive": True, "chat": False}, None, "no --no-chat"),
+    "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "prompt has no effect with"),
+    "a dry conversation": ({"interactive": True, "dry_run": True}, None, "--dry-run has no effect"),
+    "a prompt for an unset port": ({"serve": "", "prompt": ""}, None, "prompt has no effect"),
+    "plain text in a conversation": ({"interactive": True, "chat": False}, None, "needs a chat"),
     "a queue without a server": ({"queue": 3}, None, "no effect without --serve"),
 }
 

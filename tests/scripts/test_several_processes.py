@@ -132,7 +132,7 @@ def test_processes_that_choose_different_tokens_end_with_one_line(folder: Path) 
 BAD = {
     "--drafts": "unrecognized arguments: --drafts",
     "--draft model --draft-model no-such": "no folder 'no-such' with a config.json",
-    "--serve 0": "--serve and --interactive stand alone",
+    "--serve 0": "prompt has no effect with --serve",
     "--dry-run": "--serve, --interactive and --dry-run run in one process",
     "--prompt-file no-such": "give one prompt",
 }
