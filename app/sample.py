@@ -97,9 +97,8 @@ class Sample:
 
         One of several texts is the last that they write, after the same prompt.
         """
-        rule = self.rule
-        count = f" --num-samples {rule.sample + 1}" if rule.sample else ""
-        options = f"--seed {rule.seed} --coupling {rule.name}{count}"
+        count = f" --num-samples {self.rule.sample + 1}" if self.rule.sample else ""
+        options = f"--seed {self.rule.seed} --coupling {self.rule.name}{count}"
         return options if self.options.temperature else ""
 
     @property
