@@ -64,6 +64,7 @@ Strings = Annotated[
     Field(max_length=256),
 ]
 Regex = Annotated[str, StringConstraints(max_length=1 << 16)]
+MOST_DRAFTED = 32  # tokens per draft that a request may ask for
 Likeliest = Annotated[int, Field(ge=0, le=20)] | None
 
 
@@ -182,6 +183,7 @@ class TextBody(Body):
     With ``trace`` a stream tells the verdicts of each round.
     """
 
+    # Options as the command line gives them
     temperature: Any = None
     top_p: Any = None
     min_p: Any = None
@@ -192,6 +194,7 @@ class TextBody(Body):
     presence_penalty: Any = None
     adaptive: Any = None
     min_target_confidence: Any = None
+    # Fields with limits, or in a form of the API
     max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
@@ -199,7 +202,7 @@ class TextBody(Body):
     stop: Strings = None
     ban: Strings = None
     draft: Literal[tuple(KINDS)] | None = None
-    gamma: Annotated[int, Field(ge=0, le=32)] | None = None
+    gamma: Annotated[int, Field(ge=0, le=MOST_DRAFTED)] | None = None
     structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = Field(
         None, validation_alias=AliasChoices("structured_outputs", "response_format")
     )
