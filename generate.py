@@ -31,8 +31,9 @@ def run(options: Options) -> None:
     elif options.interactive:
         converse(session)
     elif options.dry_run:
-        has_prompt = options.prompt is not None or options.prompt_file is not None
-        print(session.check_memory(session.encode(read_prompt(options)) if has_prompt else []))
+        is_given = options.prompt is not None or options.prompt_file is not None
+        text = read_prompt(options) if is_given or not sys.stdin.isatty() else ""
+        print(session.check_memory(session.encode(text) if is_given or text.strip() else []))
     else:
         write(session)
 

@@ -206,7 +206,7 @@ def are_alike(ours: Tokenizer, theirs: Tokenizer) -> bool:
 
 def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return an instance of the user's ``FILE.py:Class``, made with the target and its cache, whose
-    drafts are checked.
+    drafts are checked. The file is run once per session.
 
     Raises InputError where there is no such class. An error in a method of the instance becomes an
     InputError too, whose cause is the original one.
@@ -214,7 +214,9 @@ def class_of_user(session: Session, sample: Sample, slot: Slot, target: Model) -
     kind = sample.options.draft
     file, _, name = kind.rpartition(":")
     with blaming(kind):
-        found = runpy.run_path(file).get(name)
+        if file not in session.user_files:
+            session.user_files[file] = runpy.run_path(file)
+        found = session.user_files[file].get(name)
         if found is None:
             raise InputError(f"--draft {kind}: {file} has no class {name}")
         checked = CheckedDrafter(found(target, slot.cache), target)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,6 +62,7 @@ class LoadedModel:
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
         self.draft_models: dict[Path, Decoder] = {}  # by folder
+        self.user_files: dict[str, dict[str, Any]] = {}  # names of --draft FILE.py:Class
         self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows
         self.offers: Offers | None = None  # of --draft auto
 

@@ -49,6 +49,7 @@ WANTED = {  # by the type of an option's values
     str: "a string",
     tuple: "a list of strings",
 }
+ALSO_WANTED = {dict: " or a dict", DraftPlan: " or a DraftPlan"}  # beside a string
 EPILOG = """examples:
   python generate.py "Why is the sky blue?" --trace --compare
   python generate.py "Write a short story about a fox." --draft lookup --temperature 0.7 --seed 1
@@ -165,12 +166,7 @@ class Options:
         metavar="N",
         least=1,
     )
-    temperature: float = option(
-        TEMPERATURE["default"],
-        TEMPERATURE["help"],
-        group="sampling",
-        metavar=TEMPERATURE["metavar"],
-    )
+    temperature: float = option(**TEMPERATURE, group="sampling")
     top_k: int = option(
         0, "keep the K likeliest tokens; 0: all", group="sampling", metavar="K", least=0
     )
@@ -290,13 +286,20 @@ class Options:
         self._check_draft()
         if len(self.grammars) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
-        of_one_text = any(getattr(self, name) != getattr(Options, name) for name in OF_ONE_TEXT)
-        has_no_effect = self.trace if is_server else self.interactive and self.chat is False
-        if of_one_text + self.interactive + is_server > 1 or has_no_effect:
+        of_one_text = [
+            name for name in OF_ONE_TEXT if getattr(self, name) != getattr(Options, name)
+        ]
+        if is_server and self.interactive:
+            raise InputError("give --serve or --interactive, not both")
+        if of_one_text and (is_server or self.interactive):
             raise InputError(
-                "--serve and --interactive stand alone: they take no prompt, --num-samples,"
-                " --compare, --json or --dry-run, --serve no --trace, --interactive no --no-chat"
+                f"{flag_of(of_one_text[0])} has no effect with --serve and --interactive: leave it"
+                " out"
             )
+        if is_server and self.trace:
+            raise InputError("--trace has no effect with --serve: a request asks for its own trace")
+        if self.interactive and self.chat is False:
+            raise InputError("--interactive needs a chat: leave out --no-chat")
         if not is_server and (self.allow_host or self.queue != QUEUE):
             raise InputError("--allow-host and --queue have no effect without --serve")
         _ = self.params  # which checks its numbers
@@ -346,12 +349,6 @@ class Options:
         """Whether a text is the same with drafts of any length."""
         return self.temperature == 0 or self.rule.name == "race"
 
-    @property
-    def repeat_with(self) -> str:
-        """The options that repeat a sampled text; none of a greedy one."""
-        number = f" --num-samples {self.num_samples}" if self.num_samples > 1 else ""
-        return f"--seed {self.seed} --coupling {self.rule.name}{number}" if self.temperature else ""
-
     def merged(self, changes: Mapping[str, Any]) -> Options:
         """Return these options with the ``changes`` of a call or a request. These are no options of
         the model.
@@ -359,7 +356,7 @@ class Options:
         Another kind of draft comes without the known options of drafting, and a grammar without
         the known one. Raises InputError.
         """
-        known = {each.name for each in fields(self)} - {*OF_THE_COMMAND}
+        known = {each.name for each in fields(self)} - {*OF_THE_COMMAND, *OF_THE_MODEL}
         for name in changes.keys() & {*OF_THE_MODEL}:
             raise InputError(f"{name} is an option of load, not of a call", name)
         for name in changes.keys() - known:
@@ -410,7 +407,7 @@ def checked(entry: Field, value: Any) -> Any:
     least, most = settings["bounds"]
     wanted = None
     if not has_type:
-        wanted = WANTED[kind]
+        wanted = WANTED[kind] + "".join(ALSO_WANTED.get(each, "") for each in types)
     elif choices and value not in choices:
         wanted = f"one of {', '.join(map(str, choices))}"
     elif least is not None and not least <= value <= most:  # NaN lies nowhere

@@ -59,7 +59,7 @@ def show(session: Session, sample: Sample, rounds: Iterable[Round], pause: float
             for round in chain([first], rounds):
                 add(round)
     finally:
-        say("; ".join(filter(None, (statistics_line(sample), sample.options.repeat_with))))
+        say("; ".join(filter(None, (statistics_line(sample), sample.repeat_with))))
     wanted = options.max_new_tokens
     if sample.finish == "length" and len(sample.tokens) < wanted:
         say(
@@ -128,7 +128,7 @@ def as_json(sample: Sample) -> dict[str, Any]:
         "acceptance_by_position": sample.statistics.acceptance_by_position,
         "tokens_per_round": sample.statistics.tokens_per_round,
         "accepted_histogram": sample.statistics.histogram,
-        "repeat_with": sample.options.repeat_with,
+        "repeat_with": sample.repeat_with,
     }
 
 

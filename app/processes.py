@@ -21,9 +21,11 @@ import torch.distributed as dist
 from app.common.command_line import run_command
 from app.options import Options
 from app.prompt import read_prompt
-from app.sample import Sample
+from app.sample import Sample, Slot
 from app.session import Session
+from decoding.model_port import Model
 from decoding.rounds import Round
+from decoding.speculate import Observer
 from model.errors import InputError, explaining
 from model.parallel import Shard, exchange, split
 from weights.load import load_model, model_fingerprint
@@ -64,11 +66,17 @@ class SharedSession(Session):
         """Return nothing: the memory of the shard was checked before it was loaded."""
         return ""
 
-    def rounds(self, sample: Sample, *arguments: Any) -> Iterator[Round]:
+    def rounds(
+        self,
+        sample: Sample,
+        slot: Slot | None = None,
+        target: Model | None = None,
+        observer: Observer | None = None,
+    ) -> Iterator[Round]:
         """Write as ``Session.rounds`` does; raises InputError where the ranks differ, and
         KeyboardInterrupt on all ranks after Ctrl-C on rank 0.
         """
-        for round in super().rounds(sample, *arguments):
+        for round in super().rounds(sample, slot, target, observer):
             found = gathered((round.emitted, sample.seconds, self.interrupted.is_set()))
             if any(tokens != round.emitted for tokens, *_ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")

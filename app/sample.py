@@ -92,6 +92,16 @@ class Sample:
         return self.wait + self.timeline[0][1] if self.timeline else 0.0
 
     @property
+    def repeat_with(self) -> str:
+        """The options that repeat a sampled text; none of a greedy one.
+
+        One of several texts is the last that they write, after the same prompt.
+        """
+        count = f" --num-samples {self.rule.sample + 1}" if self.rule.sample else ""
+        options = f"--seed {self.rule.seed} --coupling {self.rule.name}{count}"
+        return options if self.options.temperature else ""
+
+    @property
     def speed(self) -> float:
         """Tokens per second of decoding."""
         return self.statistics.tokens / self.seconds if self.seconds else 0.0

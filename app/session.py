@@ -15,7 +15,7 @@ from threading import RLock
 
 from app.common.command_line import say
 from app.common.parsers import MODEL
-from app.drafts import strategy_of
+from app.drafts import Strategy, strategy_of
 from app.loaded import LoadedModel
 from app.options import OF_THE_MODEL, Options
 from app.prompt import (
@@ -151,23 +151,15 @@ class Session(LoadedModel):
         with self.lock:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
-            slot.source = text
-            # 1. Read the prompt, as far as the cache does not hold it: ``_finish_together`` may
-            # have read and timed it before. A cache that is made anew is no part of this time.
-            asked = now(self.device)
-            slot.read(sample, target)
-            sample.prompt_seconds += now(self.device) - asked
-            # 2. Prepare the draft, for which copies of weights may be made.
-            sample.draft, drafter, policy = strategy_of(self, sample, slot, target)
-            sample.is_plain = policy.gamma == 0
+            strategy = self._prepare(sample, slot, target)
         sample.wait += now(self.device) - called
-        # 3. Write. Between two rounds the reader of a stream may take long, or call the session.
+        # Between two rounds the reader of a stream may take long, or call the session.
         rounds = speculate(
             target,
             slot.cache,
             text,
-            drafter,
-            policy,
+            strategy.drafter,
+            strategy.policy,
             sample.options.params,
             sample.rule.randomness(self.device),
             sample.rule.verify,
@@ -187,6 +179,21 @@ class Session(LoadedModel):
             sample.trouble = self.model.trouble  # a step may have fallen back
             self.written += len(round.emitted)
             yield round
+
+    def _prepare(self, sample: Sample, slot: Slot, target: Model) -> Strategy:
+        """Read the prompt of a text into the slot's cache; returns its draft, for which copies of
+        weights may be made. Raises InputError.
+        """
+        slot.source = sample.source
+        # The cache may hold a part of the prompt: ``_finish_together`` may have read and timed it.
+        # A cache that is made anew is no part of this time.
+        asked = now(self.device)
+        slot.read(sample, target)
+        sample.prompt_seconds += now(self.device) - asked
+        strategy = strategy_of(self, sample, slot, target)
+        sample.draft = strategy.name
+        sample.is_plain = strategy.policy.gamma == 0
+        return strategy
 
     def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
         """Return the next round. If no token can follow, the error has the grammar's reason."""
@@ -270,6 +277,7 @@ class Session(LoadedModel):
         if self.slot is None or self.slot.cache.capacity < positions:
             if self.slot:
                 self.slot.source = None  # ends its stream
+                self.slot = None  # frees the old cache before the new one is made
             rounded_up = -(-positions // POSITIONS) * POSITIONS
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot
@@ -296,10 +304,13 @@ class Chat:
     """
 
     def __init__(self, session: Session, options: dict[str, object]) -> None:
+        """Begin with no turns. Raises InputError for wrong options."""
         self.session = session
-        self.options = options
-        system = session.options.merged(options).system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        merged = with_contents(session.options.merged(options))
+        self.options = {name: getattr(merged, name) for name in options}
+        self.messages = (
+            [] if merged.system is None else [{"role": "system", "content": merged.system}]
+        )
         self.slot: Slot | None = None
         self.sample: Sample | None = None
 
@@ -309,30 +320,32 @@ class Chat:
         Raises InputError where the conversation is longer than its context: the turn is not kept.
         """
         with self.session.lock:
-            for _ in self.rounds(text, **options):
+            sample, rounds = self.begin(text, **options)
+            for _ in rounds:
                 pass
-            return self.sample
+            return sample
 
     def stream(self, text: str, **options: object) -> Iterator[str]:
         """Return the model's answer in pieces; of one that is not read to its end, those so far
         stay.
         """
-        rounds = self.rounds(text, **options)
-        return pieces(self.sample, rounds)
+        return pieces(*self.begin(text, **options))
 
-    def rounds(self, text: str, **options: object) -> Iterator[Round]:
-        """Return the rounds in which the model's answer is written, which is then ``sample``."""
+    def begin(self, text: str, **options: object) -> tuple[Sample, Iterator[Round]]:
+        """Return the model's answer and the rounds in which it is written. It is ``sample`` from
+        the first round on.
+        """
         if "system" in options:
             raise InputError("system is an option of chat, not of a turn", "system")
         session = self.session
         merged = with_contents(session.options.merged(self.options).merged(options))
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
-        self.sample = session.begin(
+        sample = session.begin(
             session.encode(messages, merged), merged, context=self.slot.cache.capacity
         )
-        self.sample.continues = True
-        return self._answer(messages, self.sample)
+        sample.continues = True
+        return sample, self._answer(messages, sample)
 
     def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:
         if self.messages != messages[:-1]:
@@ -341,6 +354,7 @@ class Chat:
             )
         # Nothing is kept of a turn that could not be answered.
         for round in self.session.rounds(sample, self.slot):
+            self.sample = sample
             self.messages = [*messages, {"role": "assistant", "content": sample.text}]
             yield round
 

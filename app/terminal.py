@@ -52,9 +52,9 @@ class Terminal:
 
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written, or its trace."""
-        rounds = self.chat.rounds(line)
+        sample, rounds = self.chat.begin(line)
         labels = self.session.labels if self.shows_trace else None
-        with view(self.chat.sample.source, labels, sys.stdout) as show:
+        with view(sample.source, labels, sys.stdout) as show:
             for round in rounds:
                 show(round)
 

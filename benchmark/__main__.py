@@ -116,7 +116,7 @@ OPTIONS: Groups = {
             "help": "measure a copy of the model with noise in its weights, so that rounding to"
             " four bits changes them; the copy is made once",
         },
-        "--temperature": TEMPERATURE,
+        "--temperature": {**TEMPERATURE, "type": float},
         "--coupling": {
             "choices": [*RULES],
             "help": "rule of verification of sampled texts (default: race)",

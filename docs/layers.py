@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 from app.characters import Labels
 from app.common.parsers import MODEL, Groups, picture_file, script
 from app.common.picture import RULE, write_picture
+from app.prompt import check_ids
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import layer_outputs
@@ -56,9 +57,10 @@ def guesses(model: Decoder, ids: list[int], layers: list[int]) -> tuple[torch.Te
 
 def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
     """Return a table of colours: columns are the last tokens of the text, rows are layers. Raises
-    InputError for a text of too few tokens.
+    InputError for a text of too few tokens, and for one beyond the context.
     """
     ids = tokenizer.encode(text)
+    check_ids(ids, model.config, model.config.max_positions)
     if len(ids) < TOKENS:
         raise InputError(f"the text has {len(ids)} tokens, and needs {TOKENS}")
     layers = [layer for layer in SHOWN if layer < model.num_layers] + [model.num_layers]

@@ -139,7 +139,7 @@ OPTIONS: Groups = {
             "default": "race",
             "help": "rule of verification of the sampled texts that the plan is for",
         },
-        "--temperature": TEMPERATURE,
+        "--temperature": {**TEMPERATURE, "type": float},
     },
 }
 

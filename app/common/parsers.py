@@ -16,7 +16,7 @@ MODEL = {
 }
 DEVICE = {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"}
 DTYPE = {"default": "auto", "help": "number format (default: the checkpoint's)"}
-TEMPERATURE = {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"}
+TEMPERATURE = {"default": 0.0, "metavar": "T", "help": "0: greedy"}
 # Title of a group in the help, "" for none -> names of an option, with a space between them ->
 # arguments of argparse's ``add_argument``
 Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]

@@ -64,6 +64,7 @@ Strings = Annotated[
     Field(max_length=256),
 ]
 Regex = Annotated[str, StringConstraints(max_length=1 << 16)]
+MOST_DRAFTED = 32  # tokens per draft that a request may ask for
 Likeliest = Annotated[int, Field(ge=0, le=20)] | None
 
 
@@ -175,13 +176,14 @@ class TextBody(Body):
 
     Fields of type ``Any`` are options that a request gives as the command line does: ``Options``
     checks them. No field names a file, a folder or a class, so a ``draft`` is never a file of code.
-    ``bits``, ``window`` and ``plan`` are the server's own, since each value may need more copies of
-    the weights or a step of its own. The copies of a ``draft`` are made once, and
-    ``LoadedModel.prepare`` checks that they fit.
+    ``bits``, ``window``, ``plan`` and ``exit_layer`` are the server's own, since each value may
+    need more copies of the weights or a step of its own. The copies of a ``draft`` are made once,
+    and ``LoadedModel.prepare`` checks that they fit.
 
     With ``trace`` a stream tells the verdicts of each round.
     """
 
+    # Options as the command line gives them
     temperature: Any = None
     top_p: Any = None
     min_p: Any = None
@@ -190,9 +192,9 @@ class TextBody(Body):
     repetition_penalty: Any = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
-    exit_layer: Any = None
     adaptive: Any = None
     min_target_confidence: Any = None
+    # Fields with limits, or in a form of the API
     max_new_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
@@ -200,7 +202,7 @@ class TextBody(Body):
     stop: Strings = None
     ban: Strings = None
     draft: Literal[tuple(KINDS)] | None = None
-    gamma: Annotated[int, Field(ge=0, le=32)] | None = None
+    gamma: Annotated[int, Field(ge=0, le=MOST_DRAFTED)] | None = None
     structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = Field(
         None, validation_alias=AliasChoices("structured_outputs", "response_format")
     )
@@ -285,7 +287,7 @@ def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
 def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
     """Return what a client is told of an error in its request, and the field at fault, if known.
 
-    A request spells ``exit_layer`` what errors of the command line call ``--exit-layer``. Other
+    A request spells ``top_p`` what errors of the command line call ``--top-p``. Other
     words may be quoted from the request, and stay.
     """
     if isinstance(error, InputError):

@@ -63,6 +63,12 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "another rule": ({"coupling": "bogus"}, "coupling", "one of ratio, race, block"),
     "a number for a list": ({"stop": 3}, "stop", "must be a list of strings"),
     "numbers in a list": ({"stop": ["a", 3]}, "stop", "must be a list of strings"),
+    "a number for a plan": ({"plan": 3}, "plan", "must be a string or a DraftPlan"),
+    "a list for a dict": (
+        {"chat_template_kwargs": [1]},
+        "chat_template_kwargs",
+        "must be a string or a dict",
+    ),
     "nothing for a list": ({"stop": None}, "stop", "must be a list of strings"),
     "a number for text": ({"draft": 3}, "draft", "must be a string"),
     "too large a seed": ({"seed": 1 << 64}, "seed", "must be from 0 to 1844"),
@@ -85,10 +91,10 @@ REFUSED = {  # options -> the name of the wrong one, and a part of the line
     "no effect on auto": ({"draft": "auto", "adaptive": True}, "adaptive", "no effect with"),
     "three bits": ({"draft": "lowbit", "bits": 3}, "bits", "one of 4, 8"),
     "two grammars": (dict.fromkeys(GRAMMARS, "a"), None, "give one of"),
-    "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "stand alone"),
-    "a dry conversation": ({"interactive": True, "dry_run": True}, None, "stand alone"),
-    "a prompt for an unset port": ({"serve": "", "prompt": ""}, None, "stand alone"),
-    "plain text in a conversation": ({"interactive": True, "chat": False}, None, "no --no-chat"),
+    "a prompt for a server": ({"serve": "8000", "prompt": "hi"}, None, "prompt has no effect with"),
+    "a dry conversation": ({"interactive": True, "dry_run": True}, None, "--dry-run has no effect"),
+    "a prompt for an unset port": ({"serve": "", "prompt": ""}, None, "prompt has no effect"),
+    "plain text in a conversation": ({"interactive": True, "chat": False}, None, "needs a chat"),
     "a queue without a server": ({"queue": 3}, None, "no effect without --serve"),
 }
 
@@ -126,7 +132,7 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
     ("wrong", "said"),
     [
         ({"temperature": "0.7"}, "--temperature must be a number"),
-        ({"trace": True}, "no option is called trace: give adaptive, ban, "),
+        ({"trace": True}, "give adaptive, ban, bits, chat, chat_template_kwargs, coupling, "),
         ({"colour": "red"}, "no option is called colour"),
         ({"model": "tiny-gemma2"}, "model is an option of load"),
         ({"regex": "\ud800"}, "--regex is not UTF-8 text"),

@@ -79,7 +79,7 @@ REQUESTS: list[tuple[dict[str, Any], str, bool]] = [
     ({"max_tokens": 24}, "--max-new-tokens 24", True),
     ({"draft": "lookup", "gamma": 3, **SEEDED}, "--draft lookup --gamma 3", True),
     ({"draft": "none", "top_p": 0.9, **SEEDED}, "--draft none --top-p 0.9", False),
-    ({"exit_layer": 3, "adaptive": True, **SEEDED}, "--exit-layer 3 --adaptive", False),
+    ({"adaptive": True, **SEEDED}, "--adaptive", False),
     ({"coupling": "ratio", "gamma": 2, **SEEDED}, "--coupling ratio --gamma 2", True),
     ({"stop": ["e", "a"], "ban": "t", **SEEDED}, "--stop e --stop a --ban t", True),
     (
@@ -267,11 +267,10 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (TEXT, {"draft": "evil.py:Drafter"}, 400, "draft", "should be 'auto', 'none'"),
     *((TEXT, {"draft": kind}, 400, "draft", "one of auto, none, lookup, exit, lowbit here") for kind
       in ("model", "skip")),
-    (CHAT, {"messages": [said("a")], "exit_layer": 5}, 400, None, "exit layer 5 is not in 1..4"),
-    (TEXT, {"draft": "lookup", "exit_layer": 4}, 400, "exit_layer", "has no effect with draft loo"),
+    (TEXT, {"draft": "lookup", "adaptive": True}, 400, "adaptive", "has no effect with draft loo"),
     (TEXT, {"gamma": 33}, 400, "gamma", "less than or equal to 32"),
     *((TEXT, {name: 3}, 400, name, f"{name}: it is not supported, or") for name in (
-        "n", "plan", "bits", "draft_model", "tools", "json_schema", "suffix"
+        "n", "plan", "bits", "exit_layer", "draft_model", "tools", "json_schema", "suffix"
     )),
     *((TEXT, {name: False}, 400, name, "leave it out") for name in (
         "add_generation_prompt", "skip_special_tokens", "do_sample", "enable_thinking"
@@ -315,7 +314,7 @@ def test_an_error_names_options_as_a_request_does_and_quotes_it_as_it_is() -> No
 
 
 def test_a_request_gives_every_option_of_a_call_but_those_that_are_the_servers_own() -> None:
-    own = {"chat", "system", "bits", "window", "plan", "draft_model"}
+    own = {"chat", "system", "bits", "window", "plan", "exit_layer", "draft_model"}
     assert OF_A_CALL - ChatBody.model_fields.keys() == {*own, *GRAMMARS}
 
 
@@ -539,7 +538,7 @@ COMPANY: list[dict[str, Any]] = [
     {"prompt": "the hen", "draft": "exit", "seed": 1, "temperature": 0.9, "max_tokens": 60},
     {"prompt": "the hen", "draft": "lookup", "seed": 1, "temperature": 0.9, "coupling": "ratio"},
     {"prompt": "a fox and " * 20, "draft": "none", "seed": 2, "temperature": 1.1, "ban": "e"},
-    {"prompt": "in an inn", "exit_layer": 3, "adaptive": True, "coupling": "ratio", "seed": 3}
+    {"prompt": "in an inn", "adaptive": True, "coupling": "ratio", "seed": 3}
     | {"temperature": 0.7, "repetition_penalty": 1.2, "max_tokens": 70},
 ]
 

@@ -200,7 +200,9 @@ def test_a_call_cuts_off_the_stream_on_its_cache_and_no_other(
     assert not torch.is_inference_mode_enabled(), "this is left to the caller"
     late = chat.stream("Late")
     chat.say("And?")
+    held = recorded(monkeypatch, small, "new_slot", lambda _: small.slot)
     small.write(FOX, max_new_tokens=40)
+    assert held == [None], "the smaller cache is freed first"
     for cut in (late, *streams[:3]):
         assert "cut this stream off" in refusal(list, cut)
     assert begun[3] + "".join(streams[3]) == session.write(FOX).text
@@ -249,7 +251,8 @@ def test_no_turn_without_an_answer_is_kept_and_oldest_turns_can_be_forgotten() -
     chat.say("Hello")
     chat.say("Again")
     assert "forget the oldest turns" in refusal(chat.say, "fox " * 120)
-    assert ABSENT in refusal(chat.say, "Hello", draft=ABSENT)
+    assert ABSENT in refusal(chat.say, "Hello", draft=ABSENT) and chat.sample.rounds
+    assert "absent.json cannot be read" in refusal(chat.session.chat, json_schema="absent.json")
     assert "system is an option of chat, not of a turn" in refusal(chat.say, "Hello", system="s")
     late = chat.stream("Late")
     chat.forget()

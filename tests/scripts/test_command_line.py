@@ -112,11 +112,11 @@ def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
         (["a " * 300], "shorten the prompt"),
         (["a " * 30, "--context", "20"], "the context 20 (the model's 256): shorten"),
         (["a", "--context", "-1"], "--context must be at least 2"),
-        (["--serve", "0", "--trace"], "--serve no --trace"),
-        (["--interactive", "--json"], "--serve and --interactive stand alone"),
-        (["--serve", "0", "--interactive"], "--serve and --interactive stand alone"),
-        (["a", "--serve", "0"], "--serve and --interactive stand alone"),
-        (["--interactive", "--num-samples", "2"], "take no prompt, --num-samples, --compare"),
+        (["--serve", "0", "--trace"], "--trace has no effect with --serve"),
+        (["--interactive", "--json"], "--json has no effect with --serve and"),
+        (["--serve", "0", "--interactive"], "--serve or --interactive, not both"),
+        (["a", "--serve", "0"], "prompt has no effect with --serve"),
+        (["--interactive", "--num-samples", "2"], "--num-samples has no effect"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
@@ -162,7 +162,8 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
     )
     assert outcome.status == 0 and len(outcome.objects) == 3 and outcome.out.isascii()
     tokenizer = Tokenizer(Path(model))
-    for result in outcome.objects:
+    last_of = ("", " --num-samples 2", " --num-samples 3")
+    for count, result in zip(last_of, outcome.objects, strict=True):
         assert list(result) == KEYS and len(result["tokens"]) == 12
         assert result["text"] in outcome.err
         assert result == result | {
@@ -175,7 +176,7 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
             if result["drafted"]
             else None,
             "tokens_per_round": 12 / result["rounds"],
-            "repeat_with": "--seed 4 --coupling race --num-samples 3",
+            "repeat_with": f"--seed 4 --coupling race{count}",
         }
     assert len({result["text"] for result in outcome.objects}) == 3
 
@@ -212,8 +213,10 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     )
     lookup = run("--model", model, "--dry-run", "--draft", "lookup")
     assert "low-bit" not in lookup.out.splitlines()[0]
-    short = run("the", "--model", model, "--dry-run", "--max-new-tokens", "5")
-    assert f"KV cache at {len(Tokenizer(Path(model)).encode('the')) + 5} tokens" in short.out
+    monkeypatch.setattr("sys.stdin", io.StringIO("the"))
+    for given in (["the"], []):
+        short = run(*given, "--model", model, "--dry-run", "--max-new-tokens", "5")
+        assert f"KV cache at {len(Tokenizer(Path(model)).encode('the')) + 5} tokens" in short.out
     monkeypatch.setattr("weights.memory.free_bytes", lambda device: 1000)
     assert "does not fit" in run("--model", model, "--dry-run").complaint
 

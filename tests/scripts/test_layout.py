@@ -40,7 +40,8 @@ OF_THE_CHECKOUT = (
 )
 PROGRAM = """
 import sys, specdec
-print(hasattr(specdec, "another"), "load" in dir(specdec), specdec.Session.__module__)
+print(hasattr(specdec, "another"), {*specdec.NAMES} <= {*dir(specdec)}, end=" ")
+print(*(getattr(specdec, name).__name__ for name in specdec.NAMES), specdec.Session.__module__)
 try:
     specdec.load("small-llama")
 except specdec.InputError as error:
@@ -148,5 +149,6 @@ def test_an_installation_works_beside_a_users_modules_of_the_same_names(
         check=True,
     )
     names, refusal, *texts = done.stdout.splitlines()
-    assert names == "False True specdec.app.session" and "holds tiny-llama: give a path" in refusal
+    assert names == "False True InputError Sample Session generate load specdec.app.session"
+    assert "holds tiny-llama: give a path" in refusal
     assert len(texts) == 2 and texts[0] == texts[1]

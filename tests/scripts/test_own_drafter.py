@@ -51,6 +51,15 @@ def test_generate_drafts_with_the_readers_own_class(file: Path, run: Run, model:
     assert drafted["tokens"] == plain["tokens"] and drafted["drafted"] > 0 == plain["drafted"]
 
 
+def test_the_file_is_run_once_for_all_texts(
+    file: Path, run: Run, model: str, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("print('<once>')\n" + file.read_text("utf-8"), "utf-8")
+    written = run("the", "--model", model, "--draft", f"{own}:Bigrams", "--num-samples", "2")
+    assert written.out.count("<once>") == 1
+
+
 @pytest.mark.parametrize(
     ("content", "name", "said"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from docs import layers
 from tests import readme
 from tests.calls import status_of
 
@@ -91,6 +92,13 @@ def test_the_law_of_the_toy_is_plain_samplings_but_with_a_defect(right: str, wro
         torch.set_default_dtype(dtype)
     *_, distance = said.getvalue().split("total variation from plain sampling")[1].split()
     assert float(distance) > 0.01 if right else float(distance) < 1e-12
+
+
+def test_no_text_beyond_the_context_is_drawn(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beyond = ["a" * 300, "--model", model, "--svg", str(tmp_path / "layers.svg")]
+    assert status_of(layers.main, beyond) == 2 and "context 256" in capsys.readouterr().err
 
 
 def test_a_document_whose_command_is_wrong_fails(capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 import generate
+from app.processes import SharedSession
 from decoding.randomness import SeededRandomness
 from decoding.verify import Rule
 from tests.commands import Outcome, Run
@@ -130,7 +132,7 @@ def test_processes_that_choose_different_tokens_end_with_one_line(folder: Path) 
 BAD = {
     "--drafts": "unrecognized arguments: --drafts",
     "--draft model --draft-model no-such": "no folder 'no-such' with a config.json",
-    "--serve 0": "--serve and --interactive stand alone",
+    "--serve 0": "prompt has no effect with --serve",
     "--dry-run": "--serve, --interactive and --dry-run run in one process",
     "--prompt-file no-such": "give one prompt",
 }
@@ -176,3 +178,10 @@ def test_an_environment_that_is_not_torchruns_is_one_line(
     monkeypatch.setattr(os, "environ", {**os.environ, **environment})
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert run("the").complaint.startswith("error: RANK, WORLD_SIZE, ")
+
+
+def test_a_rank_writes_with_the_arguments_of_a_process_alone() -> None:
+    assert (
+        signature(SharedSession.rounds).parameters.keys()
+        == signature(generate.Session.rounds).parameters.keys()
+    )

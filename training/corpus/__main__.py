@@ -78,7 +78,7 @@ OPTIONS: Groups = {
             "metavar": "FILE",
             "help": ".jsonl; an earlier one is continued",
         },
-        "--temperature": {**TEMPERATURE, "default": 0.8},
+        "--temperature": {**TEMPERATURE, "type": float, "default": 0.8},
         "--top-k": {"type": int, "default": 80, "metavar": "K", "help": "0: off"},
         "--max-new-tokens": {
             "type": within(int, 1),
