@@ -109,7 +109,9 @@ def test_memory_is_looked_at_for_a_prompt_that_is_not_known_yet_and_for_the_copi
     for draft in ("lowbit", "exit"):
         said = refusal(session.write, FOX, draft=draft, bits=4)
         assert "do not fit into memory: give --draft none or lookup" in said
-    assert "does not fit on cpu" in refusal(session.write, FOX, draft_model="tiny-llama")
+    assert "the model does not fit on cpu" in refusal(
+        session.write, FOX, draft="model", draft_model="tiny-llama"
+    )
 
 
 def test_the_low_bit_copies_of_a_plan_stay_those_of_the_first_text(
