@@ -106,8 +106,9 @@ def runnable(kind: str, content: str) -> str:
         reader = "python -" if kind == "python" else f"cat > {kind}"
         return f"{reader} <<'THE END'\n{content}THE END"
     if content == "pip install .":  # not into the environment of the tests
-        packages = sysconfig.get_path("purelib")
-        return INSTALLED.format(packages=packages, version=sysconfig.get_python_version())
+        return INSTALLED.format(
+            packages=sysconfig.get_path("purelib"), version=sysconfig.get_python_version()
+        )
     command = content.replace("python generate.py", "python generate.py --max-new-tokens 8")
     for beginning, options in SHORT.items():
         if command.startswith(beginning):
@@ -137,8 +138,6 @@ def failures(document: str, *, inside: bool = True) -> int:
     """Run a document's commands as a reader would, before the environment is entered or ``inside``
     it; returns how many failed.
     """
-    unset = ("VIRTUAL_ENV", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
     ours = Path(sys.prefix, "bin")
     path = [each for each in os.environ["PATH"].split(os.pathsep) if Path(each) != ours]
     caches = shutil.ignore_patterns(
@@ -151,13 +150,17 @@ def failures(document: str, *, inside: bool = True) -> int:
         shutil.copytree(ROOT / MODEL, checkout / MODEL, copy_function=os.symlink)
         home.mkdir()
         (home / "prompts.txt").write_text("A fox\nA cat\nA hen\nA dog\n", encoding="utf-8")
-        environment |= {
+        environment = os.environ | {
             "PATH": os.pathsep.join([str(ours)] * inside + path),
             "HOME": str(home),
             "OMP_NUM_THREADS": "1",
         }
-        shell = ["bash", "-c", script(document)]
-        return subprocess.run(shell, cwd=checkout, env=environment, timeout=LIMIT).returncode
+        return subprocess.run(
+            ["env", "-u", "VIRTUAL_ENV", "-u", "PYTHONPATH", "bash", "-c", script(document)],
+            cwd=checkout,
+            env=environment,
+            timeout=LIMIT,
+        ).returncode
 
 
 def main(names: list[str]) -> int:

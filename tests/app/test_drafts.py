@@ -181,8 +181,9 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     for name, value in {"SAME_COSTS": 8, "LONG": 32, "WINDOW": 8}.items():
         monkeypatch.setattr(f"app.offers.{name}", value)
     drawn = {"temperature": 1.0, "seed": 1, "coupling": coupling}
-    own = DraftPlan(replace(PLAN.plan, window=16))
-    session = load("tiny-llama", max_new_tokens=60, plan=own, **drawn)
+    session = load(
+        "tiny-llama", max_new_tokens=60, plan=DraftPlan(replace(PLAN.plan, window=16)), **drawn
+    )
     session.make_copies_at_once()
     found(session, temperature=0.0)  # whose costs are measured
     costs_at = found(session).policy.costs_at

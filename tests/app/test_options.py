@@ -45,6 +45,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model whose template opens a thinking part, unless a variable forbids it."""
     folder = chat_folder(tmp_path_factory.mktemp("models") / "thinker")
     (folder / "chat_template.jinja").write_text(CHAT + THINKING)
+    (folder / "list.json").write_text("[1]")
     return folder
 
 
@@ -149,13 +150,16 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
         ({"draft": "skip", "plan": OF_NINE}, "the plan is one of 9 layers, but thinker has 4"),
         ({"draft": "auto", "plan": OF_NINE}, "the plan is one of 9 layers, but thinker has 4"),
         ({"grammar": os.devnull}, "it has no rule start"),
+        ({"json_schema": "list.json"}, "--json-schema must hold a JSON object, found [1]"),
+        ({"chat_template_kwargs": "list.json"}, "kwargs must hold a JSON object, found [1]"),
         ({"json_schema": "a\0b"}, "cannot be read as UTF-8 text: embedded null byte"),
     ],
     ids=str,
 )
 def test_every_call_of_python_refuses_it(
-    session: Session, wrong: dict[str, Any], said: str
+    session: Session, wrong: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(session.folder)
     for call in (session.write, session.chat().say):
         assert said in refusal(call, "Hello", **wrong)
     assert said in refusal(session.write_all, ["Hello"], **wrong)
@@ -179,39 +183,32 @@ def test_numbers_and_schemas_of_any_size_are_taken_or_refused(
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("option", ["chat_template_kwargs", "json_schema"])
-def test_a_file_that_holds_no_object_is_refused(
-    session: Session, option: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "list.json"
-    file.write_text("[1]")
-    assert "must hold a JSON object, found [1]" in refusal(
-        session.write, "Hello", **{option: str(file)}
-    )
-
-
 # Prompts
 
 
-@pytest.mark.parametrize("prompt", ["", " ", None, 3, [], ["Hello"], [True], b"Hello"], ids=repr)
-def test_what_is_no_prompt_is_refused(session: Session, prompt: Any) -> None:
-    for call in (session.write, session.stream, session.chat().say):
-        assert "a string that is not empty" in refusal(call, prompt)
-    assert "prompts must be a list" in refusal(session.write_all, "Hello")
-
-
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "said", "of_a_turn"),
     [
-        ([1 << 20], "unless they were given, the tokenizer does not belong"),
-        ([-1], "some outside 0 to"),
-        ([{"role": "user"}], "a message is"),
-        ([{"role": "user", "content": "\ud800"}], "a message is"),
-        ("\ud800", "the prompt cannot be read as UTF-8 text"),
+        *(
+            (prompt, "a string that is not empty", "a string that is not empty")
+            for prompt in ("", " ", None, 3, [], ["Hello"], [True], b"Hello")
+        ),
+        ([1 << 20], "unless they were given, the tokenizer does not belong", "must be a string"),
+        ([-1], "some outside 0 to", "must be a string"),
+        ([{"role": "user"}], "a message is", "must be a string"),
+        ([{"role": "user", "content": "\ud800"}], "a message is", "must be a string"),
+        ("\ud800", "cannot be read as UTF-8 text", "cannot be read as UTF-8 text"),
     ],
+    ids=ascii,
 )
-def test_a_prompt_that_no_model_reads_is_refused(session: Session, prompt: Any, said: str) -> None:
-    assert said in refusal(session.write, prompt)
+def test_what_is_no_prompt_is_refused(
+    session: Session, prompt: Any, said: str, of_a_turn: str
+) -> None:
+    """A turn of a conversation is a text."""
+    for call in (session.write, session.stream):
+        assert said in refusal(call, prompt)
+    assert of_a_turn in refusal(session.chat().say, prompt)
+    assert "prompts must be a list" in refusal(session.write_all, "Hello")
 
 
 def test_a_prompt_is_a_text_its_token_ids_or_a_conversation(session: Session) -> None:

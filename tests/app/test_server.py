@@ -161,8 +161,7 @@ def streamed(served: Served) -> tuple[list[Any], list[int]]:
     choices = [event["choices"][0] for event in events_of(served.ask(TEXT, traced)[1])]
     kept: list[int] = []
     for round in [choice["trace"] for choice in choices[:-1]]:
-        tokens = round["tokens"]
-        kept += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
+        kept += [each["id"] for each in round["tokens"] if each["verdict"] in ("accepted", "own")]
         del kept[len(kept) - round["retracted"] :]
     return choices, kept
 
@@ -309,13 +308,14 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
 
 
 def test_an_error_names_options_as_a_request_does_and_quotes_it_as_it_is() -> None:
-    error = InputError("top-p and --exit-layer: found '--own-word' and 'top-p'")
-    assert complaint(error)[0] == "top_p and exit_layer: found '--own-word' and 'top-p'"
+    told, _ = complaint(InputError("top-p and --exit-layer: found '--own-word' and 'top-p'"))
+    assert told == "top_p and exit_layer: found '--own-word' and 'top-p'"
 
 
 def test_a_request_gives_every_option_of_a_call_but_those_that_are_the_servers_own() -> None:
-    own = {"chat", "system", "bits", "window", "plan", "exit_layer", "draft_model"}
-    assert OF_A_CALL - ChatBody.model_fields.keys() == {*own, *GRAMMARS}
+    own = OF_A_CALL - ChatBody.model_fields.keys()
+    servers = {"chat", "system", "bits", "window", "plan", "exit_layer", "draft_model"}
+    assert own == servers | {*GRAMMARS}
 
 
 IDLE = {
@@ -348,8 +348,8 @@ def test_prompts_in_other_forms_and_fields_that_ask_for_nothing_change_no_text(
 
 def test_messages_may_be_in_parts_and_with_the_fields_of_answers(served: Served) -> None:
     cached = {"type": "text", "text": "the ", "cache_control": {"type": "ephemeral"}}
-    answered = {"refusal": None, "tool_calls": None, "annotations": [], "name": "fox"}
-    other = said([cached, {"type": "text", "text": "hen"}], **answered)
+    parts = [cached, {"type": "text", "text": "hen"}]
+    other = said(parts, refusal=None, tool_calls=None, annotations=[], name="fox")
     first, second = (
         sample_of(served.worker.session, ChatBody(messages=messages)).source.tokens
         for messages in (
@@ -425,8 +425,7 @@ def test_no_page_of_another_site_may_use_the_server(
 
 def test_a_text_without_a_limit_goes_on_to_the_context(chat_model: Path) -> None:
     """Here at an IPv6 address, with a context of its own."""
-    given = "--model", str(chat_model), "--serve", "[::1]:0", "--context", "4000"
-    with serving(*given) as running:
+    with serving("--model", str(chat_model), "--serve", "[::1]:0", "--context", "4000") as running:
         assert running.address.startswith("http://[::1]:")
         with closing(running.begin(TEXT, {**ENDLESS, "max_tokens": -1})):
             until(lambda: running.worker.jobs)
@@ -567,8 +566,7 @@ def test_of_many_requests_none_is_lost_or_mixed_up_and_nothing_is_kept(
             with closing(served.begin(TEXT, {**ENDLESS, "stream": which % 2 == 0})):
                 time.sleep(0.05 * which)
 
-    kinds = ["whole", "streamed", "aborted", "malformed"]
-    asked = [*product(kinds, range(len(COMPANY)))] * 2
+    asked = [*product(["whole", "streamed", "aborted", "malformed"], range(len(COMPANY)))] * 2
     random.Random(0).shuffle(asked)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, *zip(*asked, strict=True)))

@@ -50,8 +50,12 @@ def test_a_prompt_is_read_from_the_prefix_on_that_the_cache_holds_and_the_text_s
     prompts = [[*SYSTEM, {"role": "user", "content": text}] for text in (FOX, "Hello", FOX * 2)]
     fresh = [generate.generate("tiny-llama", prompt, **OPTIONS) for prompt in prompts]
     session = generate.load("tiny-llama", **OPTIONS)
-    target = type(session.model.model)
-    read = recorded(monkeypatch, target, "prefill", lambda _, ids, cache, at=0: (at, ids.shape[1]))
+    read = recorded(
+        monkeypatch,
+        type(session.model.model),
+        "prefill",
+        lambda _, ids, cache, at=0: (at, ids.shape[1]),
+    )
     for prompt, wanted in zip(prompts, fresh, strict=True):
         assert session.write(prompt).tokens == wanted.tokens
         assert "".join(session.stream(prompt)) == wanted.text
@@ -105,8 +109,9 @@ def test_memory_is_looked_at_for_a_prompt_that_is_not_known_yet_and_for_the_copi
     for draft in ("lowbit", "exit"):
         said = refusal(session.write, FOX, draft=draft, bits=4)
         assert "do not fit into memory: give --draft none or lookup" in said
-    said = refusal(session.write, FOX, draft="model", draft_model="tiny-llama")
-    assert "the model does not fit on cpu" in said
+    assert "the model does not fit on cpu" in refusal(
+        session.write, FOX, draft="model", draft_model="tiny-llama"
+    )
 
 
 def test_the_low_bit_copies_of_a_plan_stay_those_of_the_first_text(
@@ -135,9 +140,8 @@ def test_a_seed_repeats_its_texts_alone_and_together(
 ) -> None:
     options = {"temperature": 0.9, "seed": 11, "coupling": rule, "draft": "model"} | draft
     samples = session.write_all(PROMPTS, **options)
-    given = session.options.merged(options)
     for number, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
-        alone = session.begin(session.encode(prompt), given, number)
+        alone = session.begin(session.encode(prompt), session.options.merged(options), number)
         assert session.finish(alone).tokens == sample.tokens
     assert samples[0].tokens != samples[3].tokens, "two samples of one prompt"
 
@@ -179,8 +183,10 @@ def test_ctrl_c_ends_all_texts_and_keeps_what_was_written(
 
 
 def test_an_error_of_one_text_is_raised_when_the_others_are_written(session: Session) -> None:
-    given = [session.options.merged({"draft": kind}) for kind in ("exit", ABSENT, "none", "lookup")]
-    samples = [session.begin([5, 9, 2], each) for each in given]
+    samples = [
+        session.begin([5, 9, 2], session.options.merged({"draft": kind}))
+        for kind in ("exit", ABSENT, "none", "lookup")
+    ]
     assert ABSENT in refusal(session.finish_all, samples)
     assert [sample.finish for sample in samples] == ["length", "interrupted", "length", "length"]
 
@@ -213,8 +219,9 @@ def test_a_turn_reads_only_what_is_new(session: Session, monkeypatch: pytest.Mon
     """It is the prompt of the whole conversation, read from the common prefix on."""
     chat = session.chat()
     chat.say(STORY)
-    target = type(session.model.model)
-    read = recorded(monkeypatch, target, "prefill", lambda _, ids, cache, at=0: ids[0].tolist())
+    read = recorded(
+        monkeypatch, type(session.model.model), "prefill", lambda _, ids, *at: ids[0].tolist()
+    )
     answer = chat.say("And?")
     prompt = session.encode(chat.messages[:-1])
     assert answer.source.tokens[: answer.prompt_tokens] == prompt
@@ -261,15 +268,26 @@ def test_no_turn_without_an_answer_is_kept_and_oldest_turns_can_be_forgotten() -
     assert chat.say("Hello").rounds
 
 
+LINES = """/stats
+Hello
+/stats
+/draft none
+/stats
+/draft bogus
+
+/trace
+Again
+/bogus 3
+/forget
+/reset
+/help"""
 TERMINAL = ["--interactive", "--model", "tiny-llama", "--draft", "lookup", "--max-new-tokens", "8"]
 
 
 def test_a_conversation_at_a_terminal(
     run: Run, monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
-    lines = ["/stats", "Hello", "/stats", "/draft none", "/stats", "/draft bogus", "", "/trace"]
-    lines += ["Again", "/bogus 3", "/forget", "/reset", "/help"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    monkeypatch.setattr("sys.stdin", io.StringIO(LINES))
     said = run(*TERMINAL)
     assert said.status == 0, "at the end of input"
     assert session.chat(max_new_tokens=8).say("Hello").text in said.out

@@ -1,4 +1,6 @@
-"""Benchmark: a whole run on a shipped model, tables by a clock that stands still, and bad input."""
+"""Benchmark: a whole run on a shipped model, tables by a clock that stands still, costs and rounds
+of shapes, the report of a GPU, and bad input.
+"""
 
 import json
 from functools import partial
@@ -10,18 +12,24 @@ from typing import Any
 import pytest
 import torch
 
+from app.common.files import read_json
 from app.common.parsers import parser_of
 from benchmark import __main__ as command
-from benchmark import sections, timing
+from benchmark import gpu_report, sections, shapes, timing
 from benchmark.picture import picture
 from benchmark.ways import Written
+from decoding.drafters import ModelDrafter
 from decoding.rounds import Round
+from model.plan import LayerPlan
 from tests.calls import interrupted, status_of
 from tests.commands import Outcome
-from tests.folders import write_folder
+from tests.folders import LLAMA, write_folder
+from tests.laws import tiny_model
 from tests.pictures import faults
 from training.corpus.stories import story_request
+from weights.memory import parameter_count
 
+ROOT = Path(__file__).parents[2]
 ROUND = Round(0, [7, 7, 7], 1, [7, 7])
 DRAFTS = ["exit 3", "low bits", "model"]
 OURS = ["plain", "lookup", *(name + how for name in DRAFTS for how in ("", ", adaptive")), "auto"]
@@ -160,6 +168,118 @@ def test_the_stories_are_those_of_old_measurements() -> None:
     requests = [story_request(Random(seed))[0] for seed in range(command.STORIES)]
     assert sha256("\n".join(requests).encode()).hexdigest()[:16] == "865ac7c38bbe2b62"
 
+
+# Shapes
+
+PUBLISHED = {  # parameters of the models
+    "smollm2-135m": 134.5e6,
+    "qwen3-0.6b": 596.0e6,
+    "llama-3.2-1b": 1235.8e6,
+    "gemma-2-2b": 2614.3e6,
+    "llama-3.2-3b": 3212.7e6,
+    "qwen3-4b": 4022.5e6,
+    "llama-3.1-8b": 8030.3e6,
+}
+
+
+def test_named_shapes_have_the_published_numbers_of_parameters() -> None:
+    counts = {name: parameter_count(shapes.config_of(name)) for name in read_json(shapes.NAMED)}
+    assert counts == pytest.approx(PUBLISHED, abs=6e4)
+
+
+def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only steps move: of a row two seconds, of each row more and of each step of a
+    draft half a second. At acceptance 0.8 drafts of two tokens are best: (1 + 0.8 + 0.64) / 2.
+    """
+    clock = [0.0]
+
+    def run_steps(drafter: ModelDrafter, step: shapes.Step, turn: int = 0) -> None:
+        clock[0] += step.count * (0.5 if drafter.plan else 2 + 0.5 * (step.rows - 1))
+
+    monkeypatch.setattr(shapes, "run_steps", run_steps)
+    monkeypatch.setattr(timing, "now", lambda device: clock[0])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096}))
+    given = "--shape", str(tmp_path / "config.json"), "--plot", str(tmp_path / "report.svg")
+    assert command.main([*given, "--device", "cpu", "--json", str(tmp_path / "report.json")]) == 0
+    rows = json.loads((tmp_path / "report.json").read_text())["shapes"]
+    verification = [(row["tokens"], row["plain rounds"], row["ms"]["median"]) for row in rows[:5]]
+    assert verification == [(n, 1 + (n - 1) / 4, 2000 + 500 * (n - 1)) for n in shapes.ROWS]
+    drafts = [(row["plain rounds"], row["at 0.6"], row["at 0.8"]) for row in rows[5:-2]]
+    assert drafts == [pytest.approx((0.25, 1.6 / 1.5, 2.44 / 2))] * 3
+    named = [row["step"].removeprefix("draft step, ") for row in rows[5:]]
+    assert named == ["exit", "low bits", "exit in low bits", "prompt", "prompt"]
+
+
+def test_rounds_have_the_given_acceptance_rates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a clock that moves a second with each step of the target, drafts of four tokens that are
+    accepted whole write five tokens a second, and drafts that are rejected one. Lines name their
+    shape; a fall-back of the model is told, and no row.
+    """
+    clock = [0.0]
+    model = tiny_model("llama")
+
+    def step(module: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        clock[0] += not any(isinstance(each, LayerPlan) for each in given)
+
+    model.register_forward_pre_hook(step)
+    monkeypatch.setattr(timing, "now", lambda device: clock[0])
+    monkeypatch.setattr(shapes, "shape_model", lambda *given: model)
+    monkeypatch.setattr(shapes, "bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(shapes, "ROUNDS_ACCEPT", (0.0, 1.0))
+    monkeypatch.setattr(shapes, "TOKENS", 25)
+    model.trouble = "steps have fallen back"
+    plain, *drafts = shapes.measure_rounds("toy", model.dtype, model.device)
+    assert capsys.readouterr().err == "[toy: steps have fallen back]\n"
+    lines = picture({"rounds": [plain, *drafts]}).axes[0].lines
+    assert [line.get_label() for line in lines] == ["toy, exit"]
+    assert plain["tokens/s"] == 1
+    assert [(row["decoder"], row["speed-up"]) for row in drafts] == [("exit", 1), ("exit", 5)]
+
+
+# The report of a GPU
+
+PARTS = [
+    ("Fails", ["ls", "no-such-file"], 60),
+    ("Slow", ["sh", "-c", "echo slow; exec sleep 60"], 1),
+    ("Missing", ["no-such-program"], 5),
+    ("Stubborn", ["sh", "-c", "exit 137"], 5),  # as of timeout where it has to kill
+    ("Last", ["echo", "last"], 60),
+]
+
+
+def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_report, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_report, "parts", lambda model: PARTS)
+    assert gpu_report.main(["--out", str(tmp_path / "report.md")]) == 0
+    _, fails, slow, missing, stubborn, last = (tmp_path / "report.md").read_text().split("\n## ")
+    assert fails.startswith("Fails: failed with status 2\n") and "No such file" in fails
+    assert slow.startswith("Slow: took too long\n") and "\nslow\n" in slow
+    assert missing.startswith("Missing: could not start\n")
+    assert stubborn.startswith("Stubborn: took too long\n")
+    assert last.startswith("Last: worked\n") and "\nlast\n" in last
+
+
+def test_the_notebook_runs_without_a_gpu_and_says_what_it_would_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT / "docs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cells = json.loads((ROOT / "docs/gpu.ipynb").read_text("utf-8"))["cells"]
+    exec("\n".join("".join(each["source"]) for each in cells if each["cell_type"] == "code"), {})
+    said = capfd.readouterr().out
+    assert "not installed" not in said and "There is no GPU" in said and "no report" in said
+    parts = gpu_report.parts("tiny-llama")
+    assert all(title in said for title, *_ in parts)
+    assert sum(seconds for *_, seconds in parts) <= 900
+
+
+# Bad input
 
 BAD = {
     "--max-new-tokens 1": "argument --max-new-tokens: must be at least 2, found 1",

@@ -141,8 +141,10 @@ def test_a_draft_model_of_another_size_context_and_reserved_names_changes_no_tex
     run: Run, model: str, tmp_path: Path
 ) -> None:
     """A draft model of other tokens is refused."""
-    changes = {"vocab_size": LLAMA["vocab_size"] + 8, "max_position_embeddings": 8}
-    other = write_folder(tmp_path / "other", {**LLAMA, **changes})
+    vocab_size = LLAMA["vocab_size"] + 8
+    other = write_folder(
+        tmp_path / "other", {**LLAMA, "vocab_size": vocab_size, "max_position_embeddings": 8}
+    )
     tokens = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokens.replace(END, "<|reserved|>"))
     ways = ["abcdef", "--max-new-tokens", "12", "--draft", "model", "--model"]
@@ -150,8 +152,7 @@ def test_a_draft_model_of_another_size_context_and_reserved_names_changes_no_tex
     drafted = run(*ways, model, "--draft-model", other)
     assert drafted.out == run(*ways, model, "--draft", "none").out
     assert ", up to its context of 8 tokens" in drafted.err
-    swapped = tokens.translate(str.maketrans("QZ", "ZQ"))
-    (other / "tokenizer.json").write_text(swapped)
+    (other / "tokenizer.json").write_text(tokens.translate(str.maketrans("QZ", "ZQ")))
     assert "must share the target's" in run(*ways, model, "--draft-model", other).complaint
 
 
@@ -211,8 +212,7 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
         r" low-bit copies \(at most, if they fit\): .+, free: .+ GB\n",
         whole.out,
     )
-    lookup = run("--model", model, "--dry-run", "--draft", "lookup")
-    assert "low-bit" not in lookup.out.splitlines()[0]
+    assert "low-bit" not in run("--model", model, "--dry-run", "--draft", "lookup").out
     monkeypatch.setattr("sys.stdin", io.StringIO("the"))
     for given in (["the"], []):
         short = run(*given, "--model", model, "--dry-run", "--max-new-tokens", "5")
@@ -253,11 +253,12 @@ def test_a_prompt_is_an_argument_a_file_or_else_the_piped_standard_input(
 def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text(
     chat_model: Path,
 ) -> None:
-    options = ["--serve", "0", "--model", chat_model, "--draft", "none"]
     asked = {"prompt": "the hen", "max_tokens": 1 << 20, "ban": "q", "temperature": 1}
     body = json.dumps(asked | {"stream": True}).encode()
+    command = ["generate.py", "--serve", "0", "--model", chat_model, "--draft", "none"]
     with subprocess.Popen(
-        [sys.executable, ROOT / "generate.py", *options],
+        [sys.executable, *command],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -284,12 +285,11 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
 ) -> None:
     """Also where the server's libraries are missing: one line says how to get them."""
     monkeypatch.setattr("app.loaded.load_model", None)
-    for address in ("", "eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
-        said = run("--serve", address, "--model", chat_model).complaint
-        assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"--serve {place}: " in run("--serve", place, "--model", chat_model).complaint
+        for address in ("", "eight", "1.2.3.4:99999", "http://a:8000", "192.0.2.1:8000", place):
+            said = run("--serve", address, "--model", chat_model).complaint
+            assert f"--serve {address}: give [HOST:]PORT, such as 127.0.0.1:8000, and" in said
     monkeypatch.delitem(sys.modules, "app.server.network", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = run("--serve", "0", "--model", chat_model).complaint

@@ -56,8 +56,9 @@ def test_a_round_of_the_page_is_one_of_the_code(page: WebDriver, rule: str) -> N
 
     def run(randomness: Randomness) -> str:
         drafted = torch.stack([randomness.draw(q, Place(place)) for place in range(2)])
-        rows = p.expand(3, -1), q.expand(2, -1)
-        accepted, token = Rule(rule, 0).verify(*rows, drafted, randomness, Place(0))
+        accepted, token = Rule(rule, 0).verify(
+            p.expand(3, -1), q.expand(2, -1), drafted, randomness, Place(0)
+        )
         return "".join("abcde"[each] for each in (*drafted[:accepted].tolist(), int(token)))
 
     found = dict(asked(page, f"[...roundLaw(arguments[0], arguments[1], '{rule}')]", P, Q))

@@ -1,10 +1,12 @@
-"""The layout: which folder may import which, so that no two need each other, and what an
-installation brings.
+"""The layout: which folder may import which, so that no two need each other, what can be deleted
+without a change in the heart, and what an installation brings.
 """
 
 import ast
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +40,12 @@ OF_THE_CHECKOUT = (
     rf"(?m)^ *from (?:{OURS})\b[\w.]* import|^ *import (?:{OURS})\b"
     rf"|generate\.py|train\.py|python -m (?:{OURS})\b"
 )
+FILES = [
+    path.relative_to(ROOT)
+    for folder in MAY_IMPORT
+    if "." not in folder
+    for path in (ROOT / folder).rglob("*.py")
+]
 PROGRAM = """
 import sys, specdec
 print(hasattr(specdec, "another"), {*specdec.NAMES} <= {*dir(specdec)}, end=" ")
@@ -51,16 +59,11 @@ sys.exit(specdec.main())
 """
 
 
-def production_files() -> list[Path]:
-    """Python files of the folders above."""
-    tops = [folder for folder in MAY_IMPORT if "." not in folder]
-    return [path.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*.py")]
-
-
 def folder_of(module: str) -> str:
     """The longest name above that a module lies in."""
-    names = [name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")]
-    return max(names, key=len, default="")
+    return max(
+        (name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")), key=len, default=""
+    )
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -72,21 +75,14 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", production_files(), ids=str)
-def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
-    name = ".".join(path.with_suffix("").parts)
-    own = folder_of(name)
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_a_folder_imports_only_modules_that_exist_of_the_folders_below_it(path: Path) -> None:
+    own = folder_of(".".join(path.with_suffix("").parts))
     allowed = MAY_IMPORT[own] | {"", own}
     for module in imported(path):
         assert {folder_of(module), module} & allowed, f"{path} imports {module}"
         assert module.split(".")[0] not in SCRIPTS, f"{path}: {module}"
-
-
-def test_every_module_of_ours_that_is_imported_exists() -> None:
-    paths = (*production_files(), *ROOT.glob("*.py"), *ROOT.glob("docs/*.py"))
-    modules = {(module, path) for path in paths for module in imported(path)}
-    ours = [each for each in modules if each[0].split(".")[0] in NAMES]
-    assert [each for each in ours if not find_spec(each[0])] == []
+        assert not folder_of(module) or find_spec(module), f"{path}: no {module}"
 
 
 def test_an_installation_needs_what_the_tests_need_but_any_torch_of_a_range() -> None:
@@ -122,8 +118,9 @@ def test_a_source_is_installed_with_imports_and_commands_of_the_package(
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that an installation brings."""
     base = tmp_path_factory.mktemp("build")
-    command = [sys.executable, "setup.py", "-q", "build", "--build-base", base]
-    subprocess.run(command, cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", "--build-base", base], cwd=ROOT, check=True
+    )
     return base / "lib"
 
 
@@ -152,3 +149,76 @@ def test_an_installation_works_beside_a_users_modules_of_the_same_names(
     assert names == "False True InputError Sample Session generate load specdec.app.session"
     assert "holds tiny-llama: give a path" in refusal
     assert len(texts) == 2 and texts[0] == texts[1]
+
+
+# What is optional
+
+OPTIONAL = {
+    "grammar": ["decoding/grammar.py"],
+    "together": ["decoding/together.py"],
+    "auto": ["decoding/auto.py", "app/offers.py"],
+    "parallel": ["model/parallel.py", "app/processes.py"],
+    "fast": ["model/fast"],
+    "server": ["app/server"],
+    "proof": ["decoding/proof"],
+}
+KEPT = ("app", "decoding", "model", "weights", "tests", "generate.py", "pyproject.toml")
+COMMAND = [
+    *("generate.py", "Once upon a time", "--model", "tiny-llama", "--draft", "exit", "--json"),
+    *("--dtype", "float32"),  # without model/fast, bfloat16 would round differently
+]
+LAWS = [
+    *("tests/decoding/test_speculate.py", "tests/decoding/proof/test_exact_law.py"),
+    *("-k", "perfect or residual or (pair and plan and budget and free)"),
+]
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return written(ROOT)
+
+
+def written(root: Path) -> list[int]:
+    done = run(root, *COMMAND)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["tokens"]
+
+
+def run(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def without(folder: Path, *parts: str) -> Path:
+    """A copy of the project without these parts."""
+    for name in KEPT:
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder)
+            continue
+        ignored = shutil.ignore_patterns("__pycache__", "smollm2*", "small-llama", "tiny-gemma2")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for path in [folder / each for part in parts for each in OPTIONAL[part]]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("part", OPTIONAL)
+def test_without_a_part_the_text_is_the_same(part: str, text: list[int], tmp_path: Path) -> None:
+    assert written(without(tmp_path, part)) == text
+
+
+def test_a_draft_whose_file_is_gone_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = run(without(tmp_path, "auto"), *COMMAND[:4], "--draft", "auto")
+    assert done.returncode == 2 and "--draft auto lacks a file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_loops_tests_and_laws_need_no_optional_part_but_the_proof(tmp_path: Path) -> None:
+    root = without(tmp_path, *OPTIONAL.keys() - {"proof"})
+    done = run(root, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *LAWS)
+    assert done.returncode == 0, done.stdout[-2000:]

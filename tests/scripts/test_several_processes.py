@@ -49,12 +49,15 @@ def complaint(ended: list[Outcome]) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose heads divide over two and three processes, and whose texts may be long."""
-    changes = {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "max_position_embeddings": 1 << 17,
-    }
-    return write_folder(tmp_path_factory.mktemp("llama"), LLAMA | changes)
+    return write_folder(
+        tmp_path_factory.mktemp("llama"),
+        {
+            **LLAMA,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "max_position_embeddings": 1 << 17,
+        },
+    )
 
 
 TEXTS = {

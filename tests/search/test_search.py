@@ -100,8 +100,8 @@ def test_one_pass_measures_the_acceptance_of_every_first_draft_step(
 ) -> None:
     """Under any plan, across the edges of windows, for every rule and parameter."""
     model = tiny_model(family, vocab=7)
-    options = {"temperature": temperature, "top_k": top_k, "coupling": coupling}
-    calibration = Calibration(session_of(model, **options), WRITTEN)
+    session = session_of(model, temperature=temperature, top_k=top_k, coupling=coupling)
+    calibration = Calibration(session, WRITTEN)
     for plan in (
         LayerPlan.early_exit(3, 1),
         LayerPlan.skipping(3, [0, 2], [1]),
@@ -120,8 +120,8 @@ def test_the_mean_acceptance_of_a_rule_is_the_published_one() -> None:
     rows = p.expand(3, 3), q.expand(3, 3), torch.arange(3)[:, None]
     by_ratio, by_race = ((p @ rule(*rows)).item() for rule in (accepted_by_ratio, accepted_by_race))
     assert by_ratio == pytest.approx(torch.minimum(p, q).sum().item())
-    drafted = (0, 1)  # the last token never is
-    shares = [1 / torch.maximum(p / p[x], q / q[x]).sum() for x in drafted]
+    # over the drafted tokens, of which the last is none
+    shares = [1 / torch.maximum(p / p[x], q / q[x]).sum() for x in (0, 1)]
     assert by_race == pytest.approx(sum(shares).item())
     p, q = torch.tensor([[[0.0, 1.0]], [[1e-42, 1.0]]])  # a number below the normal ones
     assert accepted_by_race(p, q, torch.tensor([[0]])) == 1
@@ -186,10 +186,9 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
         rate = calibration.acceptance(plan)
         return Prediction(*COSTS.best(rate, COSTS.step(plan)), rate)
 
-    importance = measure_importance(3, calibration.acceptance)
     space = space_of(3, [0])
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
-    first = first_plans(importance, space)
+    first = first_plans(measure_importance(3, calibration.acceptance), space)
     assert all(plan_of({"a": 1, "b": 2, **parameters(plan)}) == plan for plan in plans)
     found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
     assert found[-1] == max(predict(plan).speedup for plan in plans)
@@ -286,8 +285,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def arguments(folder: Path, *more: object) -> list[str]:
-    fixed = ["--calibration", folder.parent / "prompts.txt", "--max-new-tokens", 16]
-    return [*map(str, ["--model", folder, "--device", "cpu", *fixed, *more])]
+    return [
+        *("--model", str(folder), "--device", "cpu", "--max-new-tokens", "16"),
+        *("--calibration", str(folder.parent / "prompts.txt")),
+        *map(str, more),
+    ]
 
 
 @pytest.fixture
