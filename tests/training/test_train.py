@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import train
+from app.common.files import read_json
 from model.config import parse_config
 from model.decoder import Decoder
 from model.plan import LayerPlan
@@ -127,6 +128,7 @@ def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_on
         ),
         ("a.jsonl", "[1]\n", 'line 1 needs "text"'),
         ("a.jsonl", b"\xff\xfe", "cannot be read as UTF-8"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "bad \\ud800"}', "a.jsonl, line 2 holds half a"),
     ],
 )
 def test_wrong_data_is_refused_by_name(
@@ -291,6 +293,8 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3
     assert judged["agreement"][-1] == 1
     assert (load_model(out).dtype, load_model(out).num_layers) == (torch.bfloat16, 3)
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+    assert read_json(out / "generation_config.json") == ids, "transformers reads them there"
     capsys.readouterr()
     assert train.main(command) == 0, "there is nothing left to do"
     assert capsys.readouterr().err.endswith(f"[all 40 steps are done: the model is in {out}]\n")
