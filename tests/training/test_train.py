@@ -347,7 +347,8 @@ def test_a_run_is_not_continued_with_other_options_or_another_text(
     assert "holds a run with config of checksum " in refusal_of(changed, capsys)
     monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
     command = arguments(data, moved, steps=1)
-    assert "holds a run with new None: give" in refusal_of(command, capsys)
+    assert train.main(command) == 0, "by its default the run goes on"
+    assert "holds a run with new 7: give" in refusal_of([*command, "--new=8"], capsys)
     data.write_text(data.read_text().replace("old", "new"), encoding="utf-8")
     assert "holds a run with text of checksum " in refusal_of(command, capsys)
 
@@ -365,6 +366,8 @@ def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
     before, after = (load_model(each, torch.float32).state_dict() for each in (start, out))
     torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
     assert filecmp.cmp(out / "tokenizer.json", start / "tokenizer.json", shallow=False)
+    changed["start_from"] = start.rename(tmp_path / "moved")
+    assert train.main(arguments(data, out, **changed)) == 0, "the same checkpoint elsewhere"
 
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
