@@ -51,6 +51,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.va
 CONFIG = "config.json"
 DOWNLOADED = [CONFIG, INDEX, WHOLE, *TOKENIZER_FILES]  # from the hub, before any shards
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+COMMIT_DIGITS = 40
 SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
 
@@ -142,10 +143,11 @@ def reason_of(error: Exception, revision: str | None) -> str:
 
 def shown_name(folder: Path) -> str:
     """Return the name of a model: its folder's, or ORG/NAME in the hub's cache, where a folder is a
-    commit.
+    commit. What follows the commit, as in the name of a copy, ends the model's name too.
     """
     if folder.parent.name == "snapshots":
-        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return name + folder.name[COMMIT_DIGITS:]
     return folder.resolve().name
 
 

@@ -273,6 +273,7 @@ def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in found.iterdir()} == fetched("hub/whole") == needed
     assert found.is_relative_to(tmp_path) and shown_name(found) == "hub/whole"
+    assert shown_name(found.with_name(f"{found.name}-off-grid")) == "hub/whole-off-grid"
     assert {token for _, path, token in Page.asked if "/hub/whole/" in path} == {"Bearer hf_secret"}
     Page.asked.clear()
     assert model_folder("hub/whole", "v1") == found and not fetched("hub/whole")
