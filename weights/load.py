@@ -47,7 +47,12 @@ if TYPE_CHECKING:
 
 WEIGHTS = Path(__file__).parent
 # by their names on a command line
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.values()}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 CONFIG = "config.json"
 DOWNLOADED = [CONFIG, INDEX, WHOLE, *TOKENIZER_FILES]  # from the hub, before any shards
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -165,7 +170,13 @@ def config_of_weights(folder: Path, dtype: torch.dtype) -> ModelConfig:
     Raises InputError as ``read_config`` and ``stored_tensors`` do.
     """
     config = read_config(folder)
-    stored = stored_tensors(folder, config)
+    return with_stored_head(config, stored_tensors(folder, config), dtype)
+
+
+def with_stored_head(
+    config: ModelConfig, stored: dict[str, StoredTensor], dtype: torch.dtype
+) -> ModelConfig:
+    """Return the config, without its tied head where another one is ``stored`` in this dtype."""
     if not (config.tie_embeddings and HEAD in stored):
         return config
     embedding, head = (stored[name].mapped().to(dtype) for name in (EMBEDDING, HEAD))
@@ -208,11 +219,13 @@ def load_model(
     ``dtype`` None is the checkpoint's. With a ``shard`` of ``config_of_weights``, only that
     part of the weights is read. Raises InputError for anything wrong with the folder.
     """
-    dtype = dtype or stored_dtype(folder)
-    config = config_of_weights(folder, dtype)
-    if config != read_config(folder):
+    described = read_config(folder)
+    stored = stored_tensors(folder, described)
+    dtype = dtype or stored[EMBEDDING].dtype
+    config = with_stored_head(described, stored, dtype)
+    if config != described:
         say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
-    wanted = wanted_tensors(folder, config)
+    wanted = wanted_tensors(folder, config, stored)
     with torch.device("meta"):
         model = Decoder(shard.local if shard else config)
     state = {
@@ -223,12 +236,14 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def wanted_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the stored tensors that the model has. A line names the others, such as masks.
+def wanted_tensors(
+    folder: Path, config: ModelConfig, stored: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return those of a folder's ``stored`` tensors that the model has. A line names the others,
+    such as masks.
 
     Raises InputError where one is missing or has another shape than the config describes.
     """
-    stored = stored_tensors(folder, config)
     trouble = (
         f"the weights in {folder} are not those that its config.json describes, fetch or export"
         " both again"

@@ -104,7 +104,9 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     clock = [0.0]
     calls = []
 
-    def write(name: str, seconds: float, token: int, told: float, turn: tuple[int, ...]) -> Written:
+    def write(
+        name: str, seconds: float, token: int, told: float | None, turn: tuple[int, ...]
+    ) -> Written:
         number, first, count = turn
         calls.append((number, name))
         clock[0] += seconds * count
@@ -112,8 +114,8 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
 
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
     ways = {
-        "plain": partial(write, "plain", 2.0, 7, 0.0),
-        "a": partial(write, "a", 1.0, 7, 0.0),
+        "plain": partial(write, "plain", 2.0, 7, None),
+        "a": partial(write, "a", 1.0, 7, None),
         "b": partial(write, "b", 9.0, 8, 10.0),
     }
     inputs = [(0, 1, 10), (1, 0, 10), (2, 1, 20)]
