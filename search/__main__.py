@@ -297,8 +297,9 @@ def plans_to_confirm(
     layers = session.model.num_layers
     plans = [*islice(found, CONFIRMED)]
     if 0 in options.bits:
-        exits = early_exits(layers)
-        plans.append(max(exits, key=lambda plan: (found.get(plan) or predict(plan)).speedup))
+        plans += sorted(
+            early_exits(layers), key=lambda plan: -(found.get(plan) or predict(plan)).speedup
+        )[:1]
     if options.out is None and out.exists():
         plans.append(read_plan(out, layers, session.folder).plan)
     return plans
