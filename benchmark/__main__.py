@@ -48,7 +48,7 @@ from weights.load import DTYPES, model_folder
 STORIES = 24  # prompts of the kind "stories"
 OF_TEXTS = ("coupling", "device", "dtype", "max_new_tokens", "temperature")  # options of all texts
 OF_SHAPES = ("shape", "rounds", "device", "dtype", "json", "plot")  # all that shapes read
-AGAINST = ", or ".join(library.help for library in ways.LIBRARIES.values())
+AGAINST = ", or ".join(how for _, how in ways.LIBRARIES.values())
 
 OPTIONS: Groups = {
     "": {
@@ -216,7 +216,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
         if name not in ways.LIBRARIES:
             raise InputError(f"--against {library}: give {AGAINST}")
         with explaining(f"--against {library} cannot be loaded", (Exception,)):  # it may raise any
-            libraries |= ways.LIBRARIES[name].load(session, exits, options.draft_model, file)
+            libraries |= ways.LIBRARIES[name][0](session, exits, options.draft_model, file)
     drafts = ways.find_drafts(session, exits, options.draft_model)
     return sections.Bench(session, cases, drafts, libraries, options.quick, options.context)
 

@@ -20,17 +20,16 @@ from model.decoder import Decoder
 from model.places import version
 from model.quantise import GROUP, quantise
 from weights.checkpoint import save_model
-from weights.importance import PROMPTS, PROMPTS_FILE, input_means, linear_layers
+from weights.importance import PROMPTS, input_means, linear_layers
 from weights.load import model_fingerprint
 
 TOKENS = 48  # of each text
-ROOT = Path(__file__).parents[1]
 # files by whose change a copy is made anew
 MADE_BY = (
-    Path(__file__),
-    ROOT / "model" / "quantise.py",
-    ROOT / "weights" / "importance.py",
-    PROMPTS_FILE,
+    "benchmark/off_grid.py",
+    "model/quantise.py",
+    "weights/importance.py",
+    "weights/prompts.txt",
 )
 TEXTS = 8  # sets of texts that the inputs are measured on
 
@@ -41,7 +40,10 @@ def off_grid_folder(folder: Path) -> Path:
     """
     copy = folder.with_name(f"{folder.name}-off-grid")
     made_from = copy / "made_from.txt"
-    sources = f"{model_fingerprint(folder)} {version(MADE_BY)}"
+    sources = (
+        f"{model_fingerprint(folder)}"
+        f" {version(Path(__file__).parents[1] / name for name in MADE_BY)}"
+    )
     if made_from.exists() and read_text(made_from) == sources:
         return copy
     say(

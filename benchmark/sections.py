@@ -24,7 +24,7 @@ from app.options import Options
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
 from benchmark.shapes import ROWS, measure_steps
-from benchmark.timing import Run, spread, take_turns, timed
+from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import (
     AUTO,
     DRAFT_MODEL,
@@ -101,7 +101,10 @@ def compare(
     equal the plain ones.
     """
     runs = take_turns(ways, inputs, device)
-    seconds = {name: [seconds_of(run) for run in own] for name, own in runs.items()}
+    seconds = {
+        name: [took if each.seconds is None else each.seconds for each, took in own]
+        for name, own in runs.items()
+    }
     plain = [written.texts for written, _ in runs["plain"]]
     share = repetition([*chain(*plain)])
     columns = [*dict.fromkeys(filter(None, kinds))]
@@ -134,12 +137,6 @@ def compare(
             }
         )
     return rows
-
-
-def seconds_of(run: Run) -> float:
-    """Return the seconds that a text itself tells, else those of its run."""
-    written, took = run
-    return took if written.seconds is None else written.seconds
 
 
 def costs_section(bench: Bench) -> list[Row]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -157,21 +157,14 @@ def llama_cpp_ways(session: Session, file: str) -> dict[str, Way]:
     return {"llama.cpp": write}
 
 
-class Library(NamedTuple):
-    """Another library: what ``load`` makes of a session, the early exits, the name of a draft model
-    and that of a file; and how a user asks for it.
-    """
-
-    load: Callable[[Session, Sequence[int], str | None, str], dict[str, Way]]
-    help: str
-
-
-LIBRARIES = {
-    "transformers": Library(
+# What each library makes of a session, the early exits, the name of a draft model and that of a
+# file; and how a user asks for it
+LIBRARIES: dict[str, tuple[Callable[[Session, Sequence[int], str | None, str], Any], str]] = {
+    "transformers": (
         lambda session, exits, draft_model, _: transformers_ways(session, exits, draft_model),
         "transformers",
     ),
-    "llama.cpp": Library(
+    "llama.cpp": (
         lambda session, _, __, file: llama_cpp_ways(session, file),
         "llama.cpp=FILE.gguf (pip install llama-cpp-python)",
     ),

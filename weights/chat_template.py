@@ -62,13 +62,12 @@ def render(
             "strftime_now": lambda form: datetime.now().strftime(form),
             **names,
         }
-        read = find_undeclared_variables(environment.parse(source))
         for name in sorted(variables.keys() & reserved.keys()):
             raise InputError(
                 f"the chat template's variable {name!r:.80} is set already: leave it out",
                 "chat_template_kwargs",
             )
-        for name in sorted(variables.keys() - read):
+        for name in sorted(variables.keys() - find_undeclared_variables(environment.parse(source))):
             raise InputError(
                 f"the chat template has no variable {name!r:.80}", "chat_template_kwargs"
             )

@@ -151,8 +151,8 @@ def shown_name(folder: Path) -> str:
     commit. What follows the commit, as in the name of a copy, ends the model's name too.
     """
     if folder.parent.name == "snapshots":
-        name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
-        return name + folder.name[COMMIT_DIGITS:]
+        hub_name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return hub_name + folder.name[COMMIT_DIGITS:]
     return folder.resolve().name
 
 
@@ -183,11 +183,6 @@ def with_stored_head(
     return replace(config, tie_embeddings=torch.equal(embedding, head))
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of a checkpoint's embedding."""
-    return stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
-
-
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     """Return the dtype of a name in DTYPES; "auto" is that of the checkpoint's embedding.
 
@@ -195,7 +190,7 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     and float16 in place of bfloat16 on an old GPU, or float32 for a family whose activations exceed
     float16's range. A line says so, also where the slow dtype was asked for.
     """
-    dtype = DTYPES.get(name) or stored_dtype(folder)
+    dtype = DTYPES.get(name) or stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
     if dtype == torch.float16 and device.type == "cpu":
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):

