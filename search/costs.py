@@ -17,7 +17,6 @@ from time import perf_counter
 from app.common.command_line import say
 from app.common.files import read_json, write_json
 from app.plan_file import LONGEST_DRAFT
-from app.sample import Slot
 from app.session import Session
 from decoding.drafters import Drafter, ModelDrafter, ModelFreeDrafter
 from decoding.policies import FixedLength
@@ -144,18 +143,19 @@ def measure_costs(
             f"{session.name} has a context of {session.context} tokens: a search needs at least"
             f" {longest + 1}, in which to time drafts"
         )
-    slot = session.slot_for(min(room, max(map(len, prompts))) + longest)
     heads = probes(session.model.num_layers, bits, windows)
     plans = [*chain(heads, *heads.values())]
-    for plan in plans:
-        session.prepare(plan)
-    return parts_from(heads, timed_turns(session, slot, [each[:room] for each in prompts], plans))
+    cut = [list(each)[:room] for each in prompts]
+    return parts_from(heads, timed_turns(session, cut, plans, max(map(len, cut)) + longest))
 
 
 def timed_turns(
-    session: Session, slot: Slot, prompts: Sequence[Sequence[int]], plans: Sequence[LayerPlan]
+    session: Session, prompts: Sequence[Sequence[int]], plans: Sequence[LayerPlan], positions: int
 ) -> list[Turn]:
-    """Return the seconds of all kinds of rounds in each turn."""
+    """Return the seconds of all kinds of rounds in each turn, in a cache of these ``positions``."""
+    slot = session.slot_for(positions)
+    for plan in plans:
+        session.prepare(plan)
     drafters = {plan: ModelDrafter(session.model, slot.cache, plan) for plan in plans}
     turns: list[Turn] = []
     for prompt in islice(cycle(prompts), TURNS):
