@@ -36,6 +36,8 @@ from training.run import OPTIONS, load_run, prepare_run, save_run
 from training.text import Rows
 
 WEIGHT_DECAY = 0.1
+LARGEST_NORM = 1.0  # of a step's gradient, to which a larger one is scaled down
+BETAS = (0.9, 0.95)  # of AdamW's running means of gradients, and of their squares
 LAST_RATE = 0.1  # share of the peak learning rate at the end
 FIRST_SAVE = 30.0  # seconds after the start; later ones after twice the time of the one before
 BETWEEN_NOTES = 10.0  # seconds
@@ -48,14 +50,14 @@ def train(options: argparse.Namespace) -> None:
     model, rows, held_out, tokenizer_from = prepare_run(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
-    state = load_run(options, model, optimisers, rows)
+    state = load_run(options, model, optimisers, rows, tokenizer_from)
     began = monotonic()
     next_save = FIRST_SAVE  # seconds since then, as the next one
     next_note = 0.0
     for step in range(state["step"], options.steps):
         done = step + 1
         loss = backward(model, rows, options, step)
-        norm = clip_grad_norm_(model.parameters(), max_norm=1.0).item()
+        norm = clip_grad_norm_(model.parameters(), max_norm=LARGEST_NORM).item()
         if not math.isfinite(loss + norm):
             raise InputError(
                 f"the loss or its gradient is non-finite in step {done}: the last saved"
@@ -109,7 +111,7 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
         {"params": [each for each in rest if each.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [each for each in rest if each.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimisers = [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)]
+    optimisers = [torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)]
     if muon:
         optimisers.append(torch.optim.Muon([*muon], lr=muon_rate, weight_decay=WEIGHT_DECAY))
     return optimisers
@@ -118,6 +120,7 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
 def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int) -> float:
     """Return the mean loss of a step's micro-batches, and leave its gradient in the parameters."""
     growth = 1.0 if options.start_from else growth_from_scratch(step, options.steps)
+    # [layers, 1]
     rates = torch.tensor(dropout_rates(model.num_layers, options.layer_dropout, growth))[:, None]
     on = CURRICULA[options.curriculum](model.num_layers, step, options.steps, options.rotation)
     weights = exit_weights(on, options.exit_scale, options.exit_power)
@@ -125,6 +128,7 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
     for micro in range(options.accumulate):
         seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed))
+        # tokens: [batch, context + 1] int64, kept: [layers, batch] bool
         tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
         kept = torch.rand(len(rates), options.batch, generator=generator) >= rates
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):

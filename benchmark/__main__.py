@@ -48,7 +48,7 @@ from weights.load import DTYPES, model_folder
 STORIES = 24  # prompts of the kind "stories"
 OF_TEXTS = ("coupling", "device", "dtype", "max_new_tokens", "temperature")  # options of all texts
 OF_SHAPES = ("shape", "rounds", "device", "dtype", "json", "plot")  # all that shapes read
-AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
+AGAINST = ", or ".join(how for _, how in ways.LIBRARIES.values())
 
 OPTIONS: Groups = {
     "": {
@@ -213,14 +213,10 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
     libraries: dict[str, ways.Way] = {}
     for library in options.against:
         name, _, file = library.partition("=")
-        loaders = {
-            "transformers": partial(ways.transformers_ways, session, exits, options.draft_model),
-            "llama.cpp": partial(ways.llama_cpp_ways, session, file),
-        }
-        if name not in loaders:
+        if name not in ways.LIBRARIES:
             raise InputError(f"--against {library}: give {AGAINST}")
         with explaining(f"--against {library} cannot be loaded", (Exception,)):  # it may raise any
-            libraries |= loaders[name]()
+            libraries |= ways.LIBRARIES[name][0](session, exits, options.draft_model, file)
     drafts = ways.find_drafts(session, exits, options.draft_model)
     return sections.Bench(session, cases, drafts, libraries, options.quick, options.context)
 

@@ -20,20 +20,30 @@ from model.decoder import Decoder
 from model.places import version
 from model.quantise import GROUP, quantise
 from weights.checkpoint import save_model
-from weights.importance import PROMPTS, input_squares, linear_layers
+from weights.importance import PROMPTS, input_means, linear_layers
 from weights.load import model_fingerprint
 
 TOKENS = 48  # of each text
+# files by whose change a copy is made anew
+MADE_BY = (
+    "benchmark/off_grid.py",
+    "model/quantise.py",
+    "weights/importance.py",
+    "weights/prompts.txt",
+)
 TEXTS = 8  # sets of texts that the inputs are measured on
 
 
 def off_grid_folder(folder: Path) -> Path:
     """Return the folder of the copy, beside the checkpoint's; made unless it says that it was made
-    from these weights by this file.
+    from these weights by these files.
     """
     copy = folder.with_name(f"{folder.name}-off-grid")
     made_from = copy / "made_from.txt"
-    sources = f"{model_fingerprint(folder)} {version([Path(__file__)])}"
+    sources = (
+        f"{model_fingerprint(folder)}"
+        f" {version(Path(__file__).parents[1] / name for name in MADE_BY)}"
+    )
     if made_from.exists() and read_text(made_from) == sources:
         return copy
     say(
@@ -61,7 +71,7 @@ def add_noise(model: Decoder, texts: Sequence[Sequence[int]], seed: int) -> None
     times √2, which restores its norm.
     """
     generator = torch.Generator().manual_seed(seed)
-    covariances = input_squares(model, texts, lambda x: x.T @ x)
+    covariances = input_means(model, texts, lambda x: x.T @ x)
     for name, layer in linear_layers(model).items():
         if name != "head":
             weight = layer.weight

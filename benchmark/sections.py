@@ -25,7 +25,18 @@ from app.plan_file import LONGEST_DRAFT
 from app.session import Session
 from benchmark.shapes import ROWS, measure_steps
 from benchmark.timing import spread, take_turns, timed
-from benchmark.ways import PLAIN, Case, Way, Written, begin, write
+from benchmark.ways import (
+    AUTO,
+    DRAFT_MODEL,
+    LOOKUP,
+    LOW_BITS,
+    PLAIN,
+    Case,
+    Way,
+    Written,
+    begin,
+    write,
+)
 from decoding.rounds import Statistics
 from search.texts import PROMPTS, after_documents
 from training.corpus.stories import repetition
@@ -90,7 +101,10 @@ def compare(
     equal the plain ones.
     """
     runs = take_turns(ways, inputs, device)
-    seconds = {name: [each.seconds or took for each, took in own] for name, own in runs.items()}
+    seconds = {
+        name: [took if each.seconds is None else each.seconds for each, took in own]
+        for name, own in runs.items()
+    }
     plain = [written.texts for written, _ in runs["plain"]]
     share = repetition([*chain(*plain)])
     columns = [*dict.fromkeys(filter(None, kinds))]
@@ -156,7 +170,7 @@ def structured_section(bench: Bench) -> list[Row]:
             Case(ids, STRUCTURED_TOKENS, turn, name, schema, reads_prompt=False)
             for turn in range(bench.turns)
         ]
-    drafts = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
+    drafts = {name: bench.drafts[name] for name in (LOW_BITS, AUTO) if name in bench.drafts}
     return bench.measure({"forced": session.options.merged(FORCED), **drafts}, {}, cases)
 
 
@@ -186,12 +200,10 @@ def context_section(bench: Bench) -> list[Row]:
     A prompt is a part of this project's documents, followed by a request to write something else.
     """
     session = bench.session
-    drafts = {
-        name: bench.drafts[name] for name in ("lookup", "low bits", "auto") if name in bench.drafts
-    }
-    if "low bits" in drafts:
+    drafts = {name: bench.drafts[name] for name in (LOOKUP, LOW_BITS, AUTO) if name in bench.drafts}
+    if LOW_BITS in drafts:
         short_sighted = {"draft": "lowbit", "window": WINDOW}
-        drafts[f"low bits, newest {WINDOW}"] = session.options.merged(short_sighted)
+        drafts[f"{LOW_BITS}, newest {WINDOW}"] = session.options.merged(short_sighted)
     rows = []
     for length in bench.contexts:
         prompts = after_documents(session.tokenizer, PROMPTS["story"][: bench.turns], length)
@@ -211,8 +223,8 @@ def together_section(bench: Bench) -> list[Row]:
     equal those written plainly, which are equal for every n.
     """
     session = bench.session
-    draft = next(name for name in ("model", "low bits", *bench.drafts) if name in bench.drafts)
-    options = {"plain": session.options} | {name: bench.drafts[name] for name in (draft, "auto")}
+    draft = next(name for name in (DRAFT_MODEL, LOW_BITS, *bench.drafts) if name in bench.drafts)
+    options = {"plain": session.options} | {name: bench.drafts[name] for name in (draft, AUTO)}
     cases = [*islice(cycle(bench.cases), TOGETHER[-1])]
     ways = {name: partial(write_together, session, each, cases) for name, each in options.items()}
     return [

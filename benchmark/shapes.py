@@ -106,7 +106,11 @@ def shape_model(shape: str, dtype: torch.dtype, device: torch.device, positions:
     """
     config = config_of(shape)
     sizes = {"prompt": positions, "longest_draft": LONGEST_DRAFT}
-    check_fits(estimate(config, dtype, positions, device, **sizes), device)
+    check_fits(
+        estimate(config, dtype, positions, device, **sizes),
+        device,
+        remedy="give a narrower --dtype or a smaller shape",
+    )
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
     model = model.to_empty(device=device).requires_grad_(False).eval()

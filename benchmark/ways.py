@@ -40,15 +40,21 @@ class Case:
 @dataclass(frozen=True)
 class Written:
     """Tokens of a text, or of several, and for this project's texts their rounds. ``seconds`` are
-    those of decoding alone, where the reading of the prompt is not to be counted; else 0.
+    those of decoding alone, where the reading of the prompt is not to be counted; else None.
     """
 
     texts: list[list[int]]
     rounds: list[Round] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float | None = None
 
 
 Way = Callable[[Case], Written]
+
+# names of drafts that a section may ask for
+LOOKUP = "lookup"
+LOW_BITS = "low bits"
+DRAFT_MODEL = "model"
+AUTO = "auto"
 
 
 def find_drafts(
@@ -60,16 +66,16 @@ def find_drafts(
     """
     by_model = {f"exit {layer}": {"draft": "exit", "exit_layer": layer} for layer in exit_layers}
     if session.model.abilities.low_bits:
-        by_model["low bits"] = {"draft": "lowbit"}
+        by_model[LOW_BITS] = {"draft": "lowbit"}
     plan = session.plan_for(Options(draft="auto"))  # read once, not for each text
     if plan and plan.gamma != 0:
         by_model["plan.json"] = {"draft": "skip", "plan": plan}
     if draft_model:
-        by_model["model"] = {"draft": "model", "draft_model": draft_model}
-    drafts = {"lookup": {"draft": "lookup"}}
+        by_model[DRAFT_MODEL] = {"draft": "model", "draft_model": draft_model}
+    drafts = {LOOKUP: {"draft": "lookup"}}
     for name, given in by_model.items():
         drafts |= {name: given, f"{name}, adaptive": given | {"adaptive": True}}
-    drafts["auto"] = {"draft": "auto", "plan": plan}
+    drafts[AUTO] = {"draft": "auto", "plan": plan}
     return {name: session.options.merged(given) for name, given in drafts.items()}
 
 
@@ -89,7 +95,7 @@ def write(session: Session, slot: Slot, options: Options, case: Case) -> Written
         slot.tokens = []  # of the case before
     for _ in session.rounds(sample, slot):
         pass
-    return Written([sample.tokens], sample.rounds, 0.0 if case.reads_prompt else sample.seconds)
+    return Written([sample.tokens], sample.rounds, None if case.reads_prompt else sample.seconds)
 
 
 def transformers_ways(
@@ -151,4 +157,16 @@ def llama_cpp_ways(session: Session, file: str) -> dict[str, Way]:
     return {"llama.cpp": write}
 
 
+# What each library makes of a session, the early exits, the name of a draft model and that of a
+# file; and how a user asks for it
+LIBRARIES: dict[str, tuple[Callable[[Session, Sequence[int], str | None, str], Any], str]] = {
+    "transformers": (
+        lambda session, exits, draft_model, _: transformers_ways(session, exits, draft_model),
+        "transformers",
+    ),
+    "llama.cpp": (
+        lambda session, _, __, file: llama_cpp_ways(session, file),
+        "llama.cpp=FILE.gguf (pip install llama-cpp-python)",
+    ),
+}
 PLAIN = ("plain", "transformers", "llama.cpp")  # ways without drafts

@@ -32,7 +32,7 @@ from app.common.files import check_place, read_optional_json
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, script, within
 from app.common.picture import write_picture
 from app.options import Options
-from app.plan_file import LONG, read_plan
+from app.plan_file import LONG, LONGEST_DRAFT, read_plan
 from app.session import Session
 from model.errors import InputError
 from model.places import version
@@ -64,7 +64,13 @@ from search.texts import Continuation, after_documents, plain_texts, read_prompt
 from weights.load import model_fingerprint
 
 # Files by whose change a search begins another study: its predictions are made by them
-PREDICTING = ("acceptance.py", "costs.py", "texts.py")
+PREDICTING = (
+    "search/acceptance.py",
+    "search/costs.py",
+    "search/texts.py",
+    "decoding/rounds.py",
+    "model/low_bits.py",
+)
 CONFIRMED = 5  # best plans that decode; beside them the best early exit
 BLOCKS = "▁▂▃▄▅▆▇█"  # from 0 to 1
 
@@ -229,7 +235,8 @@ def settings_of(
         "max_new_tokens": options.max_new_tokens,
         "prompts": prompts,
         "machine": machine(session.device),
-        "version": version(Path(__file__).with_name(name) for name in PREDICTING),
+        "version": version(Path(__file__).parents[1] / name for name in PREDICTING),
+        "longest_draft": LONGEST_DRAFT,
     }
 
 
@@ -290,7 +297,9 @@ def plans_to_confirm(
     layers = session.model.num_layers
     plans = [*islice(found, CONFIRMED)]
     if 0 in options.bits:
-        plans += sorted(early_exits(layers), key=lambda plan: -predict(plan).speedup)[:1]
+        plans += sorted(
+            early_exits(layers), key=lambda plan: -(found.get(plan) or predict(plan)).speedup
+        )[:1]
     if options.out is None and out.exists():
         plans.append(read_plan(out, layers, session.folder).plan)
     return plans

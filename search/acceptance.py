@@ -90,19 +90,26 @@ class TargetPass:
         position.
 
         The M keys of these steps stand in the cache after the target's. Each query sees its own of
-        them, and the target's before it, as far as the windows of family and plan reach.
+        them, and the target's before it, as far as the windows of family and plan reach. With the
+        target's keys at positions 0 to 2, and steps at 1 and 2, the keys marked by x are unseen:
+
+                         target's   the steps'
+            key          0  1  2       1  2
+            query at 1   .  x  x       .  x
+            query at 2   .  .  x       x  .
         """
         own = self.positions
         keys = torch.cat((torch.arange(self.length, device=own.device), own))
         is_own = torch.arange(len(keys), device=own.device) >= self.length
-        hidden = torch.where(is_own, keys != own[:, None], keys >= own[:, None])
+        unseen = torch.where(is_own, keys != own[:, None], keys >= own[:, None])
 
         def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, **rest: Any) -> Tensor:
             mask = causal_mask(own, keys, window, q.dtype, plan.window)
-            return attend_masked(q, k, v, mask.masked_fill_(hidden, -torch.inf), **rest)
+            return attend_masked(q, k, v, mask.masked_fill_(unseen, -torch.inf), **rest)
 
         x = planned.model.embed(self.context[None, own])
         places = layer_positions(planned.model.config, int(own[0]), len(own), x, attend)
+        # A layer writes its keys from start on: behind the target's, not over them.
         for (block, attention, mlp), place in zip(planned.blocks(plan), places, strict=True):
             x = block(
                 x, replace(place, start=self.length), self.cache, attention=attention, mlp=mlp

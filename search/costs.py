@@ -7,10 +7,10 @@ the difference of two timed plans. Knows nothing of acceptance.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, cycle, islice, pairwise
 from statistics import median
 from time import perf_counter
 
@@ -120,6 +120,11 @@ def seconds_of_round(
     )
 
 
+# Seconds of a turn's rounds: by the length of the draft that they verify, and by the plan that
+# makes TIMED_DRAFT tokens
+Turn = tuple[list[float], dict[LayerPlan, float]]
+
+
 def measure_costs(
     session: Session,
     prompts: Sequence[Sequence[int]],
@@ -131,7 +136,6 @@ def measure_costs(
 
     Raises InputError for a model whose context is too short to be timed.
     """
-    model = session.model
     longest = ROUNDS * (LONGEST_DRAFT + 1)
     room = session.context - longest
     if room < 1:
@@ -139,36 +143,46 @@ def measure_costs(
             f"{session.name} has a context of {session.context} tokens: a search needs at least"
             f" {longest + 1}, in which to time drafts"
         )
-    slot = session.slot_for(min(room, max(map(len, prompts))) + longest)
-    heads = probes(model.num_layers, bits, windows)
+    heads = probes(session.model.num_layers, bits, windows)
     plans = [*chain(heads, *heads.values())]
+    cut = [list(each)[:room] for each in prompts]
+    return parts_from(heads, timed_turns(session, cut, plans, max(map(len, cut)) + longest))
+
+
+def timed_turns(
+    session: Session, prompts: Sequence[Sequence[int]], plans: Sequence[LayerPlan], positions: int
+) -> list[Turn]:
+    """Return the seconds of all kinds of rounds in each turn, in a cache of these ``positions``."""
+    slot = session.slot_for(positions)
     for plan in plans:
         session.prepare(plan)
-    drafters = {plan: ModelDrafter(model, slot.cache, plan) for plan in plans}
-    verifying: list[list[float]] = []  # seconds in each turn, by the length of the draft
-    drafting: list[dict[LayerPlan, float]] = []  # with TIMED_DRAFT draft steps
-    for turn in range(TURNS):
-        prompt = list(prompts[turn % len(prompts)])[:room]
-        slot.read(session.begin(prompt), model)
-        verifying.append(
-            [
-                seconds_of_round(session, slot.cache, prompt, Repetition(), length)
-                for length in range(LONGEST_DRAFT + 1)
-            ]
-        )
-        drafting.append(
-            {
-                plan: seconds_of_round(session, slot.cache, prompt, drafter, TIMED_DRAFT)
-                for plan, drafter in drafters.items()
-            }
-        )
-    turns = [*zip(verifying, drafting, strict=True)]  # verified[0] is a plain round
+    drafters = {plan: ModelDrafter(session.model, slot.cache, plan) for plan in plans}
+    turns: list[Turn] = []
+    for prompt in islice(cycle(prompts), TURNS):
+        slot.read(session.begin(prompt), session.model)
+        verifying = [
+            seconds_of_round(session, slot.cache, prompt, Repetition(), length)
+            for length in range(LONGEST_DRAFT + 1)
+        ]
+        drafting = {
+            plan: seconds_of_round(session, slot.cache, prompt, drafter, TIMED_DRAFT)
+            for plan, drafter in drafters.items()
+        }
+        turns.append((verifying, drafting))
+    return turns
+
+
+def parts_from(heads: Mapping[LayerPlan, Sequence[LayerPlan]], turns: Sequence[Turn]) -> CostModel:
+    """Return the costs that follow from the turns, for the plans of ``probes``: in each turn
+    relative to its plain round, the one that verifies no draft.
+    """
     verify = [
         median(verified[length] / verified[0] for verified, _ in turns)
         for length in range(LONGEST_DRAFT + 1)
     ]
     rounds = {
-        plan: median(drafted[plan] / verified[0] for verified, drafted in turns) for plan in plans
+        plan: median(drafted[plan] / verified[0] for verified, drafted in turns)
+        for plan in chain(heads, *heads.values())
     }
     steps = {
         plan: max(0.0, cost - verify[TIMED_DRAFT]) / TIMED_DRAFT for plan, cost in rounds.items()

@@ -24,11 +24,13 @@ from model.errors import InputError, explaining
 from training.recipe import CURRICULA
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.checkpoint import save_model
-from weights.load import load_model, model_folder
+from weights.load import load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
 STATE = "training/state.pt"
 LOG = "training/log.jsonl"
+# Options that may differ when a run is continued: files are compared by what they hold
+NOT_OF_THE_RUN = ("out", "device", "save_every", "data", "config", "start_from")
 OPTIONS: Groups = {
     "": {
         "--data": {
@@ -171,7 +173,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]
     """
     if (options.config is None) == (not options.start_from):
         raise InputError("give either --config or --start-from")
-    start = options.start_from and model_folder(options.start_from)
+    start = model_folder(options.start_from) if options.start_from else None
     config = parse_config(read_json(start / "config.json" if start else options.config))
     if options.context > config.max_positions:
         raise InputError(
@@ -213,38 +215,51 @@ def tokenizer_of(
 
 
 def load_run(
-    options: argparse.Namespace, model: Decoder, optimisers: Sequence[Optimizer], rows: Rows
+    options: argparse.Namespace,
+    model: Decoder,
+    optimisers: Sequence[Optimizer],
+    rows: Rows,
+    tokenizer_from: Path,
 ) -> dict[str, Any]:
     """Return the state of the run in ``--out``: its options, its last step and the records of its
-    log. The model and its optimisers get what was saved of them.
+    log. The model and its optimisers get what was saved of them. ``tokenizer_from`` is the folder
+    of the checkpoint, if the run starts from one.
 
-    A new run is in step 0. Raises InputError for a damaged state, and for a run with other options,
-    another text or another config: files are compared by what they hold.
+    A new run is in step 0. An option that the saved run did not know yet counts as its default.
+    Raises InputError for a damaged state, and for a run with other options, another text, config or
+    checkpoint: files are compared by what they hold.
     """
     config = json.dumps(model.config.source, sort_keys=True)
     given = {
-        name: str(value)
-        for name, value in vars(options).items()
-        if name not in ("out", "device", "save_every", "data", "config")
+        name: str(value) for name, value in vars(options).items() if name not in NOT_OF_THE_RUN
     } | {
         "text of checksum": rows.checksum,
         "config of checksum": f"{zlib.crc32(config.encode()):08x}",
+        "checkpoint of fingerprint": str(options.start_from and model_fingerprint(tokenizer_from)),
     }
     if not (options.out / STATE).exists():
         return {"options": given, "step": 0, "records": []}
     with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
         state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
-        saved = state["options"]
-        for name in saved | given:
-            if given.get(name) != saved.get(name):
+        for name, value in (given | defaults() | state["options"]).items():
+            if name not in NOT_OF_THE_RUN and given.get(name) != value:
                 raise InputError(
-                    f"{options.out} holds a run with {name} {saved.get(name)}: give the same, or"
-                    " another --out"
+                    f"{options.out} holds a run with {name} {value}: give the same, or another"
+                    " --out"
                 )
         model.load_state_dict(state.pop("model"))
         for optimiser, values in zip(optimisers, state.pop("optimisers"), strict=True):
             optimiser.load_state_dict(values)
     return state
+
+
+def defaults() -> dict[str, str]:
+    """Return the default of each option, as a state holds it."""
+    return {
+        option.removeprefix("--").replace("-", "_"): str(settings.get("default"))
+        for group in OPTIONS.values()
+        for option, settings in group.items()
+    }
 
 
 def save_run(

@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 
 from app.common.files import read_json_lines, write_json
-from model.errors import InputError
+from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer
 from weights.tokenizer_files import begin_with, byte_level_tokenizer
 
@@ -49,6 +49,8 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
                     raise InputError(
                         f'{place} needs "text", or "prompt" and "response", each a string'
                     )
+            with explaining(f"{place} holds half a surrogate pair: remove it", (UnicodeError,)):
+                documents[-1].encode()
     return [document for document in documents if document.strip()]
 
 
@@ -69,6 +71,8 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> 
     tokenizer.train_from_iterator(documents, trainer)
     begin_with({BEGIN: 0}, tokenizer)
     write_json(folder / "tokenizer_config.json", TOKENIZER_SETTINGS)
+    # transformers ends a text by the ids of this file
+    write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

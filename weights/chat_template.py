@@ -39,7 +39,8 @@ def render(
     ``names`` of control tokens by role.
 
     ``variables`` are more of the template's, such as "enable_thinking". Raises InputError if the
-    template fails, refuses the conversation or does not read a variable.
+    template fails, refuses the conversation or does not read a variable, and for a variable that is
+    set here.
     """
 
     def refuse(message: str) -> None:
@@ -52,20 +53,25 @@ def render(
     # a template can raise any error
     with explaining("the model's chat template fails", (Exception,)):
         source = GENERATION_TAG.sub(r"\1with\2", template)  # both are a scope
-        for name in variables.keys() - find_undeclared_variables(environment.parse(source)):
+        reserved = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            "raise_exception": refuse,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+            **names,
+        }
+        for name in sorted(variables.keys() & reserved.keys()):
+            raise InputError(
+                f"the chat template's variable {name!r:.80} is set already: leave it out",
+                "chat_template_kwargs",
+            )
+        for name in sorted(variables.keys() - find_undeclared_variables(environment.parse(source))):
             raise InputError(
                 f"the chat template has no variable {name!r:.80}", "chat_template_kwargs"
             )
-        text = environment.from_string(source).render(
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-            raise_exception=refuse,
-            strftime_now=lambda form: datetime.now().strftime(form),
-            **names,
-            **variables,
-        )
+        text = environment.from_string(source).render(reserved | variables)
         text.encode()  # fails for half of a surrogate pair
         return text
 

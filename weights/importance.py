@@ -41,7 +41,7 @@ def set_importance(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     if found.keys() != layers.keys():
         say("measuring the importance of this checkpoint's weights, kept for later runs")
         prompts = [encode(tokenizer, prompt)[: model.max_positions] for prompt in PROMPTS]
-        found = {name: each.cpu() for name, each in input_squares(model, prompts).items()}
+        found = {name: each.cpu() for name, each in input_means(model, prompts).items()}
         try:
             with atomic_path(path) as temporary:
                 save_file(found, temporary)
@@ -78,15 +78,16 @@ def linear_layers(model: Decoder) -> dict[str, nn.Module]:
 
 
 @torch.inference_mode()
-def input_squares(
+def input_means(
     model: Decoder,
     texts: Sequence[Sequence[int]],
-    square: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
+    statistic: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
 ) -> dict[str, Tensor]:
-    """Return the mean square ``[in]`` float32 of each input of every linear layer on these texts of
-    token ids, by the layer's name.
+    """Return the mean over all tokens of a statistic of every linear layer's inputs, float32, on
+    these texts of token ids, by the layer's name.
 
-    ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
+    ``statistic`` is a sum over the rows of float32 inputs ``[n, in]``. By default it is that of the
+    squares, ``[in]``. Another one is that of the products of all pairs, ``[in, in]``.
     """
     layers = linear_layers(model)
     del layers["head"]  # it reads the normed states; a tied one is an embedding
@@ -94,7 +95,7 @@ def input_squares(
     count = sum(map(len, texts))
 
     def add(name: str, x: Tensor) -> None:
-        means[name] = means.get(name, 0) + square(x.float().flatten(0, -2)) / count
+        means[name] = means.get(name, 0) + statistic(x.float().flatten(0, -2)) / count
 
     with ExitStack() as hooks:
         for name, layer in layers.items():

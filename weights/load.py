@@ -47,10 +47,16 @@ if TYPE_CHECKING:
 
 WEIGHTS = Path(__file__).parent
 # by their names on a command line
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.values()}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 CONFIG = "config.json"
 DOWNLOADED = [CONFIG, INDEX, WHOLE, *TOKENIZER_FILES]  # from the hub, before any shards
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+COMMIT_DIGITS = 40
 SAMPLES = 4  # of each tensor, for the fingerprint
 SAMPLE_BYTES = 1024  # of each sample
 
@@ -142,10 +148,11 @@ def reason_of(error: Exception, revision: str | None) -> str:
 
 def shown_name(folder: Path) -> str:
     """Return the name of a model: its folder's, or ORG/NAME in the hub's cache, where a folder is a
-    commit.
+    commit. What follows the commit, as in the name of a copy, ends the model's name too.
     """
     if folder.parent.name == "snapshots":
-        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        hub_name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return hub_name + folder.name[COMMIT_DIGITS:]
     return folder.resolve().name
 
 
@@ -163,16 +170,17 @@ def config_of_weights(folder: Path, dtype: torch.dtype) -> ModelConfig:
     Raises InputError as ``read_config`` and ``stored_tensors`` do.
     """
     config = read_config(folder)
-    stored = stored_tensors(folder, config)
+    return with_stored_head(config, stored_tensors(folder, config), dtype)
+
+
+def with_stored_head(
+    config: ModelConfig, stored: dict[str, StoredTensor], dtype: torch.dtype
+) -> ModelConfig:
+    """Return the config, without its tied head where another one is ``stored`` in this dtype."""
     if not (config.tie_embeddings and HEAD in stored):
         return config
     embedding, head = (stored[name].mapped().to(dtype) for name in (EMBEDDING, HEAD))
     return replace(config, tie_embeddings=torch.equal(embedding, head))
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of a checkpoint's embedding."""
-    return stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
 
 
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
@@ -182,7 +190,7 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     and float16 in place of bfloat16 on an old GPU, or float32 for a family whose activations exceed
     float16's range. A line says so, also where the slow dtype was asked for.
     """
-    dtype = DTYPES.get(name) or stored_dtype(folder)
+    dtype = DTYPES.get(name) or stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
     if dtype == torch.float16 and device.type == "cpu":
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):
@@ -206,11 +214,13 @@ def load_model(
     ``dtype`` None is the checkpoint's. With a ``shard`` of ``config_of_weights``, only that
     part of the weights is read. Raises InputError for anything wrong with the folder.
     """
-    dtype = dtype or stored_dtype(folder)
-    config = config_of_weights(folder, dtype)
-    if config != read_config(folder):
+    described = read_config(folder)
+    stored = stored_tensors(folder, described)
+    dtype = dtype or stored[EMBEDDING].dtype
+    config = with_stored_head(described, stored, dtype)
+    if config != described:
         say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
-    wanted = wanted_tensors(folder, config)
+    wanted = wanted_tensors(folder, config, stored)
     with torch.device("meta"):
         model = Decoder(shard.local if shard else config)
     state = {
@@ -221,12 +231,14 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def wanted_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the stored tensors that the model has. A line names the others, such as masks.
+def wanted_tensors(
+    folder: Path, config: ModelConfig, stored: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return those of a folder's ``stored`` tensors that the model has. A line names the others,
+    such as masks.
 
     Raises InputError where one is missing or has another shape than the config describes.
     """
-    stored = stored_tensors(folder, config)
     trouble = (
         f"the weights in {folder} are not those that its config.json describes, fetch or export"
         " both again"

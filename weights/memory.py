@@ -27,6 +27,10 @@ LOGIT_COPIES = 4
 LOGIT_COPIES_GPU = 7
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
 CPU_BUFFERS = 160 << 20  # bytes: the compiled step, its compiler, and libraries loaded when used
+# the remedy where a text is written
+FEWER_BYTES = (
+    "give fewer --max-new-tokens, a shorter --context, a narrower --dtype or a smaller --model"
+)
 
 
 @dataclass(frozen=True)
@@ -154,16 +158,16 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
-def check_fits(memory: Memory, device: torch.device, optional_copies: int = 0) -> str:
-    """Return a line of needed and free memory. Raises InputError with it where that is too small.
+def check_fits(
+    memory: Memory, device: torch.device, optional_copies: int = 0, remedy: str = FEWER_BYTES
+) -> str:
+    """Return a line of needed and free memory. Raises InputError with it and a ``remedy`` where
+    that is too small.
 
     ``optional_copies``: bytes of low-bit copies that are made only if they fit.
     """
     free = free_bytes(device)
     line = memory.line(free, optional_copies)
     if memory.total > free:
-        raise InputError(
-            f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a"
-            " shorter --context, a narrower --dtype or a smaller --model"
-        )
+        raise InputError(f"the model does not fit on {device}: {line}; {remedy}")
     return line

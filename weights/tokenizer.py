@@ -186,7 +186,8 @@ class Tokenizer:
         rest = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
             name = tokens[number].content
-            is_hidden = text.startswith(self.hiding_mark, end)  # a name of one character
+            # longer hidden names are broken up by the mark; one of one character has it only behind
+            is_hidden = text.startswith(self.hiding_mark, end)
             if name in self.special and not is_hidden:
                 parts += text[rest:begin], self.special[name]
                 rest = end

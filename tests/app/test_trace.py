@@ -180,24 +180,6 @@ def test_a_token_is_labelled_by_its_text_its_bytes_or_its_name() -> None:
     assert visible("naïve café 狐 👩\u200d🚀 a b\n\t") == "naïve café 狐 👩\u200d🚀 a b↵⇥"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--draft lookup --ban a",
-        "--draft exit --compare --num-samples 2 --temperature 1 --seed 3",
-    ],
-)
-def test_every_draft_can_be_watched_without_changing_the_text(
-    options: str, chat_model: Path, run: Run
-) -> None:
-    """--trace writes to standard error beside --json; the objects are as without it."""
-    command = ["the hen", "--model", chat_model, *options.split(), "--json", "-n", "12"]
-    plain, watched = (run(*command, *more) for more in ([], ["--trace"]))
-    tokens = [each["tokens"] for each in plain.objects]
-    assert tokens and [each["tokens"] for each in watched.objects] == tokens
-    assert watched.err.count("{~discarded~} the target's own token") == len(tokens)
-
-
 def test_ctrl_c_keeps_what_was_there(
     chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from tests.folders import LLAMA, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
 from training.corpus.stories import story_request
-from weights.memory import parameter_count
+from weights.memory import Memory, parameter_count
 
 ROOT = Path(__file__).parents[2]
 ROUND = Round(0, [7, 7, 7], 1, [7, 7])
@@ -112,7 +112,9 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
     clock = [0.0]
     calls = []
 
-    def write(name: str, seconds: float, token: int, told: float, turn: tuple[int, ...]) -> Written:
+    def write(
+        name: str, seconds: float, token: int, told: float | None, turn: tuple[int, ...]
+    ) -> Written:
         number, first, count = turn
         calls.append((number, name))
         clock[0] += seconds * count
@@ -120,8 +122,8 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
 
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
     ways = {
-        "plain": partial(write, "plain", 2.0, 7, 0.0),
-        "a": partial(write, "a", 1.0, 7, 0.0),
+        "plain": partial(write, "plain", 2.0, 7, None),
+        "a": partial(write, "a", 1.0, 7, None),
         "b": partial(write, "b", 9.0, 8, 10.0),
     }
     inputs = [(0, 1, 10), (1, 0, 10), (2, 1, 20)]
@@ -294,6 +296,7 @@ BAD = {
     "--shape qwen3-0.6b --model x --quick --prompts code --coupling ratio --max-new-tokens 8": (
         "leave out --model, --prompts, --quick, --max-new-tokens, --coupling"
     ),
+    "--shape smollm2-135m": "; give a narrower --dtype or a smaller shape",
     "--context 5000": "the prompt has 5018 tokens",
     "--model no-such": "no folder 'no-such'",
 }
@@ -301,8 +304,13 @@ BAD = {
 
 @pytest.mark.parametrize(("options", "complaint"), BAD.items(), ids=BAD)
 def test_what_cannot_be_measured_is_refused_in_one_line(
-    options: str, complaint: str, capsys: pytest.CaptureFixture[str]
+    options: str,
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """No shape fits here."""
+    monkeypatch.setattr(command.shapes, "estimate", lambda *_, **__: Memory(10**15, 0, 0, 0))
     model = "" if options.startswith(("--shape", "--rounds")) else "--model tiny-llama "
     status = status_of(command.main, f"{model}--device cpu {options}".split())
     assert complaint in Outcome(status, *capsys.readouterr()).complaint

@@ -10,7 +10,7 @@ from model.decoder import Decoder
 from model.quantise import GROUP, quantise
 from tests.folders import write_folder
 from tests.laws import tiny_model
-from weights.importance import input_squares, linear_layers
+from weights.importance import input_means, linear_layers
 from weights.load import load_model
 
 TEXTS = [[0, 1, 2, 2, 1, 0, 1], [1, 2, 2, 0]]
@@ -42,7 +42,7 @@ def test_the_noise_is_small_and_moves_weights_off_the_grid_where_inputs_are_weak
     """It has the root mean square of uniform noise within half a step, 1/√12 steps; products with
     the strongest direction of the inputs stay.
     """
-    covariances = input_squares(on_grid(), TEXTS, lambda x: x.T @ x)
+    covariances = input_means(on_grid(), TEXTS, lambda x: x.T @ x)
     clean, noised = (linear_layers(on_grid(seed)) for seed in (None, 0))
     for name in clean.keys() - {"head"}:
         before, after = (layers[name].weight for layers in (clean, noised))
@@ -68,6 +68,7 @@ def test_the_copy_is_made_once_for_the_same_weights_and_code(
     assert (off_grid.off_grid_folder(folder), capsys.readouterr().err) == (copy, "")
     (copy / "made_from.txt").unlink()
     assert off_grid.off_grid_folder(folder) == copy and "making" in capsys.readouterr().err
+    assert {"model/quantise.py", "weights/prompts.txt"} < {*off_grid.MADE_BY}
     for changed in "model_fingerprint", "version":
         monkeypatch.setattr(off_grid, changed, lambda sources: "of other weights or code")
         assert off_grid.off_grid_folder(folder) == copy and "making" in capsys.readouterr().err

@@ -329,16 +329,6 @@ def test_a_step_keeps_the_copies_that_it_reads_whatever_replaces_them(bits: int)
     assert torch.equal(model(text, model.new_cache(20), 0, plan), expected)
 
 
-def test_plans_share_their_rotary_angles() -> None:
-    """Which are as long as a context."""
-    model = accelerate(random_model("gemma3"))
-    tables = [
-        {id(each) for each in model.weights(plan, 1024).owned if len(each) == 1024}
-        for plan in (LayerPlan.full(3), LayerPlan.early_exit(3, 1))
-    ]
-    assert tables[0] == tables[1] and len(tables[0]) == 4
-
-
 def compiled_program(source: Path, folder: Path, *flags: str, by: str = "cc") -> Path:
     """A program of one C file, by the flags of the step."""
     made = folder / f"program{len(list(folder.iterdir()))}"
@@ -402,15 +392,6 @@ def test_a_step_reads_and_writes_no_memory_of_others(
     checks = "-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover"
     for march in other_processors():
         assert printed(compiled_program(BITS, tmp_path, *march, *checks))
-
-
-@needs_cc
-@pytest.mark.parametrize("file", library.SOURCES[1:], ids=lambda file: file.name)
-def test_each_header_of_the_step_compiles_alone_and_twice(file: Path) -> None:
-    """It includes what it needs, so that an editor can check it."""
-    flags = [*library.FLAGS, *library.machine_flags(), "-fsyntax-only", "-xc"]
-    twice = f"-include{file}", f"-include{file}"
-    subprocess.run(["cc", *flags, *twice, "/dev/null"], check=True)
 
 
 NUMBERS = """

@@ -126,6 +126,7 @@ def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_on
         ),
         ("a.jsonl", "[1]\n", 'line 1 needs "text"'),
         ("a.jsonl", b"\xff\xfe", "cannot be read as UTF-8"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "bad \\ud800"}', "a.jsonl, line 2 holds half a"),
     ],
 )
 def test_wrong_data_is_refused_by_name(
@@ -290,6 +291,8 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3
     assert judged["agreement"][-1] == 1
     assert (load_model(out).dtype, load_model(out).num_layers) == (torch.bfloat16, 3)
+    ids = json.loads((out / "generation_config.json").read_text())
+    assert ids == {"bos_token_id": 0, "eos_token_id": 1}, "transformers reads them there"
     capsys.readouterr()
     assert train.main(command) == 0, "there is nothing left to do"
     assert capsys.readouterr().err.endswith(f"[all 40 steps are done: the model is in {out}]\n")
@@ -342,7 +345,8 @@ def test_a_run_is_not_continued_with_other_options_or_another_text(
     assert "holds a run with config of checksum " in refusal_of(changed, capsys)
     monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
     command = arguments(data, moved, steps=1)
-    assert "holds a run with new None: give" in refusal_of(command, capsys)
+    assert train.main(command) == 0, "by its default the run goes on"
+    assert "holds a run with new 7: give" in refusal_of([*command, "--new=8"], capsys)
     data.write_text(data.read_text().replace("old", "new"), encoding="utf-8")
     assert "holds a run with text of checksum " in refusal_of(command, capsys)
 
@@ -360,6 +364,8 @@ def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
     before, after = (load_model(each, torch.float32).state_dict() for each in (start, out))
     torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
     assert filecmp.cmp(out / "tokenizer.json", start / "tokenizer.json", shallow=False)
+    elsewhere = {**changed, "start_from": start.rename(tmp_path / "moved")}
+    assert train.main(arguments(data, out, **elsewhere)) == 0
 
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(

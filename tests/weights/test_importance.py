@@ -9,7 +9,7 @@ import torch
 from model.fast import accelerate
 from tests.calls import recorded
 from weights import importance as module
-from weights.importance import importance_file, input_squares, linear_layers, set_importance
+from weights.importance import importance_file, input_means, linear_layers, set_importance
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def test_importance_is_the_mean_square_of_a_layers_inputs(
 ) -> None:
     model = load_model(FOLDER)
     texts = [[1, 2, 3, 4], [5, 6]]
-    found = input_squares(model, texts)
+    found = input_means(model, texts)
     assert found.keys() == linear_layers(model).keys()
     layer = model.layers[1].mlp.down_proj
     inputs = recorded(monkeypatch, layer, "forward", lambda x: x[0])
