@@ -187,14 +187,6 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(
     assert seen[first : first + 9] == [layers, "step"] * 4 + [layers]
 
 
-def test_the_prompt_of_the_text_that_began_first_is_read_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen = recorded(monkeypatch, Decoder, "prefill", lambda model, tokens, *_: int(tokens[0, 0]))
-    together(LLAMA, [Job([first] * 18, Conditions(2)) for first in (1, 2)])
-    assert len(seen) > 4 and seen == sorted(seen)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_text_of_non_finite_numbers_ends_alone(dtype: torch.dtype) -> None:
     """In a prompt with a token whose embedding is not a number."""

@@ -545,12 +545,6 @@ def test_a_declaration_that_cannot_be_read_in_full_is_refused(declaration: str) 
         library.declared(declaration)
 
 
-@pytest.mark.parametrize("result", ["float ", "const char *", "unsigned long "])
-def test_a_function_of_another_result_is_refused(result: str) -> None:
-    with pytest.raises(ValueError, match=f"size must .*, not {re.escape(result.strip())}"):
-        library.exported(f"static int of(long row) {{\n{result}size(long rows) {{\n")
-
-
 def test_only_the_weights_of_the_newest_plans_are_kept() -> None:
     model = accelerate(random_model("llama"))
     oldest = weakref.ref(model.weights(LayerPlan.full(3), 1))

@@ -25,7 +25,6 @@ from search import __main__ as command
 from search import costs
 from search.acceptance import ACCEPTED, Calibration, accepted_by_race, accepted_by_ratio
 from search.costs import CostModel, measure_costs, parts_of
-from search.plots import best_values, front, importances
 from search.study import (
     SAMPLERS,
     WAYS,
@@ -46,7 +45,6 @@ from tests.calls import interrupted, recorded, status_of
 from tests.configs import FAMILIES
 from tests.folders import LLAMA, write_folder
 from tests.laws import prefilled, tiny_model
-from tests.pictures import faults
 from weights.load import model_fingerprint
 
 BITS = (*LOW_BITS, FULL)
@@ -210,15 +208,6 @@ def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
     assert len(set(plans)) == len(plans) and full not in plans
 
 
-@pytest.mark.parametrize("layers", [1, 4])
-@pytest.mark.parametrize("bits", [[0], [8, 4]])
-def test_starts_have_only_the_bits_that_may_be_tried(layers: int, bits: list[int]) -> None:
-    lost = Importance([0.1] * layers, [0.1] * layers)
-    plans = first_plans(lost, space_of(layers, bits))
-    used = {each for plan in plans for each in (*plan.attention, *plan.mlp, plan.head)}
-    assert used and used <= {*bits, FULL}
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_first_plans_come_first_and_a_seed_proposes_the_same_plans_after_them(
     sampler: str,
@@ -243,30 +232,6 @@ def test_the_neighbour_of_a_plan_that_comes_twice_has_other_bits_in_one_place(
     best_so_far(toy, space_of(2, [0, 4]), [full] * 30, 30, SAMPLERS["random"](seed=0))
     changed = [parameters(full).items() - neighbour.items() for neighbour in noted[30:]]
     assert [*map(len, changed)] == [1] * 29
-
-
-def test_the_pictures_of_a_search_are_in_order_and_show_the_bits_of_the_plans() -> None:
-    """However few were tried: the mean bits of a plan are the colour of its dot."""
-    plans = [
-        LayerPlan.full(6),
-        LayerPlan.full(6).in_bits(4),
-        LayerPlan.early_exit(6, 3),
-        LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8),
-    ]
-    found = {plan: Prediction(1.3, 2, 0.9 - at / 5) for at, plan in enumerate(plans)}
-    lost = [Importance([0.9] * layers, [0.9] * layers) for layers in (2, 30)]
-    lines = {"exits": [(0.1, 0.2), (0.5, 0.9)], "$$": [(0.3, 0.4)]}  # is no formula
-    curves = {name: [[1.0, 1.1, 1.2], [1.0, 1.1, 1.1]] for name in WAYS}
-    for draw in (
-        lambda: front(found, COSTS),
-        lambda: front({plans[0]: found[plans[0]]}, COSTS),
-        lambda: importances(lost[0], lines),
-        lambda: importances(lost[1], lines),
-        lambda: best_values(curves, 2),
-    ):
-        assert [*faults(draw)] == []
-    dots = front(found, COSTS).axes[0].collections[-2]
-    assert dots.get_array().tolist() == [16, 4, 8, 6]
 
 
 def test_every_prompt_is_searched_on_or_held_out() -> None:
