@@ -56,7 +56,7 @@ told() {
     echo "FAILED with status $1: $2"
     cat ~/said
 }
-stop() { [ -z "$server" ] || kill -- -$server; }
+stop() { [ -z "$server" ] || { kill -- -$server; wait $server; }; } 2>/dev/null
 serve() {
     stop
     setsid bash -c "exec $1" &
