@@ -215,9 +215,11 @@ class PromptLookup(ModelFreeDrafter):
         """Return the length of the n-gram at the end of the text that occurred before, of long ones
         rounded down to a power of two, and up to ``limit`` tokens after it.
 
-        Each id is the number of a character, since Python searches strings fast. No vocabulary has
-        as many tokens as there are characters, 1,114,112.
+        Each id is the number of a character, since Python searches strings fast. In a vocabulary of
+        more tokens than there are characters nothing is found.
         """
+        if text.vocab_size > sys.maxunicode + 1:
+            return 0, []
         string = array("i", text.tokens).tobytes().decode(IDS_AS_CHARACTERS, "surrogatepass")
         length = after = 0
         for size in range(1, min(self.LONGEST_NGRAM, len(string) - 1) + 1):
@@ -242,7 +244,8 @@ class CheckedDrafter(Wrapper):
     target: Model
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.inner, "propose") and hasattr(self.inner, "rollback")):
+        methods = (getattr(self.inner, name, None) for name in ("propose", "rollback"))
+        if not all(map(callable, methods)):
             raise self._error("it must have the methods `propose` and `rollback`")
 
     def propose(

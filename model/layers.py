@@ -191,7 +191,7 @@ def causal_mask(
 
 class Attend(Protocol):
     """Attention of one layer: q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H ->
-    ``[B, H, T, D]``. Whoever calls the layers chooses it: see ``Positions``.
+    ``[B, H, T, D]``. The caller of the layers chooses it: see ``Positions``.
     """
 
     def __call__(

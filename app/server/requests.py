@@ -214,8 +214,8 @@ class TextBody(Body):
     @property
     @abstractmethod
     def likeliest(self) -> int | None:
-        """In the place of each token, so many tokens' log probabilities are told beside its own.
-        None: no log probabilities are told.
+        """Number of likeliest tokens whose log probabilities are told in the place of each token,
+        beside its own; None: no log probabilities are told.
         """
 
     def options(self) -> dict[str, Any]:

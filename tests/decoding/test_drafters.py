@@ -176,3 +176,5 @@ def test_the_quality_of_a_lookup_is_its_ngrams_length_rounded_down(
     text = text_of([*words, 1, 2, *words], vocab=200)
     assert PromptLookup().find(text, 2) == (quality, [1, 2])
     assert quality in PromptLookup.RATES
+    # more tokens than there are characters
+    assert PromptLookup().find(text_of([2**21, 1, 2**21], vocab=2**24), 2) == (0, [])

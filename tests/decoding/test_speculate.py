@@ -83,6 +83,7 @@ IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
             "must not be negative, found -0.5",
         ),
         (Mock(spec=["propose"]), "it must have the methods `propose` and `rollback`"),
+        (Mock(propose=3), "it must have the methods `propose` and `rollback`"),
     ],
 )
 def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(
