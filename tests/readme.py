@@ -28,12 +28,16 @@ SKIPPED = (  # beginnings of commands that are not run
     "python -m benchmark --off-grid",  # making the copy takes minutes
 )
 SAMPLE = "training/sample/stories.jsonl"
-# What comes after a command to make it short; argparse takes the last value that is given.
+FEW_TRIALS = "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt"
+FEW_TEXTS = "--model tiny-llama --quick --max-new-tokens 8"
+# What comes after a command to make it short, by the first beginning that fits; argparse takes the
+# last value that is given.
 SHORT = {
-    "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
-    "python -m search --context": "--context 100",
-    "python -m benchmark --context": "--context 100 200",
-    "python -m benchmark ": "--model tiny-llama --quick --max-new-tokens 8",
+    "python -m search --context": f"{FEW_TRIALS} --context 100",
+    "python -m search": FEW_TRIALS,
+    "python -m benchmark --shape": "",  # it reads no model
+    "python -m benchmark --context": f"{FEW_TEXTS} --context 100 200",
+    "python -m benchmark ": FEW_TEXTS,
     "python -m training.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
     "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
     "make serve": "ADDRESS=8000",
@@ -110,9 +114,8 @@ def runnable(kind: str, content: str) -> str:
             packages=sysconfig.get_path("purelib"), version=sysconfig.get_python_version()
         )
     command = content.replace("python generate.py", "python generate.py --max-new-tokens 8")
-    for beginning, options in SHORT.items():
-        if command.startswith(beginning):
-            command += f" {options}"
+    fitting = (options for beginning, options in SHORT.items() if command.startswith(beginning))
+    command += f" {next(fitting, '')}"
     command = re.sub("^make ", f"{MAKE} ", command)
     is_server = content.startswith("make serve") or " --serve " in content
     return f"serve {shlex.quote(command)}" if is_server else command
