@@ -5,12 +5,6 @@ it plays in an ``<img>``: each period begins with the finished comparison. Knows
 text is written.
 """
 
-if __name__ == "__main__":  # before anything that takes long to import
-    from app.common.command_line import start
-
-    start()
-
-import sys
 from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
@@ -18,17 +12,15 @@ from pathlib import Path
 
 from app.characters import Labels, visible
 from app.common.files import write_text
-from app.common.parsers import script
 from app.sample import Sample
 from app.session import load
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "What is photosynthesis?"
 COLUMNS = 84  # of a line
-CHARACTER = 8.4  # pixels, as the next three
+CHARACTER = 8.4  # pixels, as the next two
 LINE = 22
 MARGIN = 24
-WIDTH = 800
 PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
 # Text, verdict, place (``COLUMNS`` to a line), and seconds of the run when it appears and is judged
@@ -50,22 +42,20 @@ g text { animation: var(--period) step-end infinite }
 def picture(samples: list[Sample], labels: Labels) -> str:
     """Return the picture of a plain text and a drafted one."""
     plain, drafted = samples
-    step = plain.seconds / len(plain.rounds)
     period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
     lanes = ""
     top = 62
     for name, label, sample in (("plain", "", plain), ("drafts", "drafts: ", drafted)):
-        said = escape(f"{label}{sample.draft}, {sample.speed:.0f} tokens/s")
-        shown = [*timetable(sample, labels, step)]
+        shown = [*timetable(sample, labels, plain.seconds / len(plain.rounds))]
         lanes += (
-            f'<g class="{name}" transform="translate({MARGIN} {top})">'
-            f'<text class="muted">{said}</text>{drawn(shown, period)}</g>'
+            f'<g class="{name}" transform="translate({MARGIN} {top})"><text class="muted">'
+            f"{escape(f'{label}{sample.draft}, {sample.speed:.0f} tokens/s')}</text>"
+            f"{''.join(drawn(shown, period))}</g>"
         )
-        last_line = max(place for _, _, place, *_ in shown) // COLUMNS
-        top += LINE * (2 + last_line) + 14
+        top += LINE * (2 + max(place for _, _, place, *_ in shown) // COLUMNS) + 14
     title = escape(f"{MODEL}: {PROMPT} {drafted.speed / plain.speed:.2f} times plain decoding")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{top}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="800" height="{top}"'
         f' style="--period: {period:.2f}s"><title>{title}</title><style>{STYLE}</style>'
         f'<rect width="100%" height="100%" rx="8"/><text x="{MARGIN}" y="30">{title}</text>'
         f"{lanes}</svg>\n"
@@ -84,58 +74,46 @@ def timetable(sample: Sample, labels: Labels, step: float) -> Iterator[Shown]:
         drafting = max(ended - began - step, 0.2 * (ended - began))
         draft_end = text_end
         for number, (token, verdict) in enumerate(round.verdicts(), start=1):
-            is_own = verdict == "own"
             text = visible(labels.spelled([token]).decode(errors="replace"))
-            place = text_end if is_own else draft_end
+            place = text_end if verdict == "own" else draft_end
             if place % COLUMNS + len(text) > COLUMNS:
                 place += COLUMNS - place % COLUMNS  # the next line
             draft_end = place + len(text)
             if verdict in ("accepted", "own"):
                 text_end = draft_end
-            appears = ended if is_own else began + drafting * number / len(round.drafted)
+            appears = ended if verdict == "own" else began + drafting * number / len(round.drafted)
             yield text, verdict, place, appears, ended
 
 
-def drawn(shown: list[Shown], period: float) -> str:
-    """Return the pieces of a text: a token is drawn as drafted, as what stays of it, or as both,
-    one after the other. ``period`` is in seconds.
+def drawn(shown: list[Shown], period: float) -> Iterator[str]:
+    """Yield the pieces of a text: a token is drawn as drafted, as what stays of it, or as both, one
+    after the other. ``period`` is in seconds.
     """
-    pieces = ""
     for text, verdict, place, *seconds in shown:
         appears, judged = ((PAUSE + SLOWER * each) / period for each in seconds)
         if verdict != "own":
-            pieces += piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
+            yield piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
         if verdict in ("accepted", "own"):
-            pieces += piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
-    return pieces
+            yield piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
 
 
 def piece(text: str, kind: str, place: int, opacities: dict[float, int]) -> str:
     """Return a piece of a text. It has each of the ``opacities`` from that share of the period
     on.
     """
-    line, column = divmod(place, COLUMNS)
     # Pieces with the same name share an animation, so it names all of it.
     name = "at" + "".join(f"-{100_000 * share:.0f}-{value}" for share, value in opacities.items())
     frames = (f"{share:.2%}{{opacity:{value}}}" for share, value in opacities.items())
     return (
         f"<style>@keyframes {name}{{{''.join(frames)}}}</style>"
-        f'<text class="{kind}" x="{CHARACTER * column:.0f}" y="{LINE * (1 + line)}"'
-        f' opacity="{opacities[0]}" style="animation-name:{name}" xml:space="preserve">'
-        f"{escape(text)}</text>"
+        f'<text class="{kind}" opacity="{opacities[0]}" style="animation-name:{name}"'
+        f' x="{CHARACTER * (place % COLUMNS):.0f}" y="{LINE * (1 + place // COLUMNS)}"'
+        f' xml:space="preserve">{escape(text)}</text>'
     )
 
 
-def draw(_: object) -> None:
-    """Write both texts, and the picture."""
+if __name__ == "__main__":
     session = load(MODEL, max_new_tokens=64)
     session.warm_up(session.encode(PROMPT))
     samples = [session.write(PROMPT, draft=draft) for draft in ("none", "lowbit")]
     write_text(Path(__file__).with_name("round.svg"), picture(samples, session.labels))
-
-
-main = script(draw, {}, "python -m docs.moving", __doc__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
