@@ -1,12 +1,13 @@
 """Drafter and policy of ``--draft auto``: the draft of the largest expected speed-up, or none.
 
 A round that drafts k tokens takes v + k·(c + r) plain rounds, with c the cost of a draft step, r
-that of a verified row, and v a little more than 1. It writes 1 + α + α² + ... + αᵏ expected tokens,
-with α the probability that a drafted token is accepted if those before it were (arXiv 2211.17192,
-equation 1). The speed-up is their ratio; where none is above 1, the round is plain. c and r are
-given for the text's length: ``measured_costs`` times them. v and α are learned from past rounds, so
-this is a bandit: a choice among options whose pay is learned by trying them. Its structure is
-known: all lengths of a draft share its α. Costs are in plain rounds, and seconds say that they are.
+that of a verified row, and v a little more than 1: ``Offer.round_cost`` is v, ``Offer.token_cost``
+c + r. It writes 1 + α + α² + ... + αᵏ expected tokens, with α the probability that a drafted token
+is accepted if those before it were (arXiv 2211.17192, equation 1). The speed-up is their ratio;
+where none is above 1, the round is plain. c and r are given for the text's length:
+``measured_costs`` times them. v and α are learned from past rounds, so this is a bandit: a choice
+among options whose pay is learned by trying them. Its structure is known: all lengths of a draft
+share its α. Costs are in plain rounds. Names of times contain ``seconds``.
 
 Knows nothing of files and options. No other file of this folder knows of it.
 """
@@ -40,8 +41,8 @@ class Costs:
     """Costs, in plain rounds, of a draft step under each plan at hand and of each further verified
     row.
 
-    Where they are ``timed``, so are rounds. ``plain_seconds`` has those of the latest plain ones,
-    and ``overheads`` by drafter what rounds with its drafts cost beyond 1 and their tokens.
+    Where they are ``timed``, so are rounds. ``plain_seconds`` has those of the latest plain ones.
+    ``overheads[name]`` is what a round with this drafter costs beyond 1 and its drafted tokens.
     """
 
     LATEST = 15  # plain rounds, whose median ignores one that another program held up
@@ -55,14 +56,14 @@ class Costs:
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=Costs.LATEST))
     overheads: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, name: str | None, seconds: float, tokens_cost: float) -> None:
+    def observe(self, name: str | None, seconds: float, drafted_cost: float) -> None:
         """Learn from the time of a plain round, or of one with a draft whose tokens cost this."""
         if name is None:
             self.plain_seconds.append(seconds)
             self.overheads = {each: self.DECAY * cost for each, cost in self.overheads.items()}
         elif self.plain_seconds:
             cost = seconds / median(self.plain_seconds)
-            overhead = min(self.MOST, max(0.0, cost - 1 - tokens_cost))
+            overhead = min(self.MOST, max(0.0, cost - 1 - drafted_cost))
             known = self.overheads.get(name, 0.0)
             self.overheads[name] = known + self.LEARNED * (overhead - known)
 
@@ -132,24 +133,25 @@ class Estimates:
 class Offer(NamedTuple):
     """Possible draft of the coming round, by the drafter ``name``; None is plain decoding.
 
-    ``rates`` are those of its kind: a model's drafts, or guesses of one quality. ``token_cost`` is
-    that of a drafted token: its draft step, if it needs one, and its row of the verification.
+    ``rates`` are those of its kind, a model's drafts or guesses of one quality; None where nothing
+    is offered. ``token_cost`` is that of a drafted token: its draft step, if it needs one, and its
+    row of the verification.
     ``round_cost`` is that of a round with it, without its tokens. ``tokens`` are given where they
     are known without running a model.
     """
 
     name: str | None
-    rates: Rates
+    rates: Rates | None
     token_cost: float
     round_cost: float
     tokens: Sequence[int] | None = None
 
 
 def plain_offer(costs: Costs) -> Offer:
-    """Return the offer of plain decoding. A draft in its round is another drafter's: it costs its
-    rows.
+    """Return the offer of plain decoding. Tokens that are drafted all the same are those of a
+    drafter around this one: they cost their rows alone.
     """
-    return Offer(None, Rates(0.0), costs.row_cost, 1.0, ())
+    return Offer(None, None, costs.row_cost, 1.0, ())
 
 
 @dataclass
@@ -269,10 +271,10 @@ class Auto(Policy):
         self.choice = None
         taken = choice.taken
         count = len(round.drafted)
-        tokens_cost = count * taken.token_cost
-        self.estimates.settle(len(round.emitted), taken.round_cost + tokens_cost)
+        drafted_cost = count * taken.token_cost
+        self.estimates.settle(len(round.emitted), taken.round_cost + drafted_cost)
         if costs.timed and choice.began is not None:
-            costs.observe(taken.name, perf_counter() - choice.began, tokens_cost)
+            costs.observe(taken.name, perf_counter() - choice.began, drafted_cost)
         for offer in choice.offers:
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))

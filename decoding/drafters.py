@@ -49,12 +49,14 @@ class Drafter(Protocol):
         """Return up to ``limit`` tokens to follow the text, drawn only through ``randomness``."""
 
     def rollback(self, length: int) -> None:
-        """Forget the positions from ``length`` on; 0: another text begins."""
+        """Forget the positions from ``length`` on: the text has so many tokens. It is called before
+        the first ``propose`` of a text too.
+        """
 
 
 @dataclass
 class Wrapper:
-    """Drafter around an ``inner`` one, which drafts where ``instead`` has no draft."""
+    """Drafter that asks ``instead`` first, and the ``inner`` drafter where that gives None."""
 
     inner: Drafter
 
@@ -168,7 +170,7 @@ class ModelDrafter:
 
     def rollback(self, length: int) -> None:
         # All but the last token, which is the input of the next step, in draft and target alike.
-        self.cache.truncate(max(0, length - 1))
+        self.cache.truncate(length - 1)
 
 
 class ModelFreeDrafter:

@@ -26,7 +26,7 @@ NOT_COMPILED: set[Callable[..., Tensor]] = set()  # functions on which the compi
 
 
 def compute(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
-    """Return ``function(rows, *more)``, which gives a row for each row; on a GPU by compiled code.
+    """Return the result of a function that works row by row; on a GPU it is compiled.
 
     The same code computes any number of rows, so the bits of a row do not depend on the others. If
     compiling fails, a warning is logged that says why, and the function itself runs.

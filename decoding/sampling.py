@@ -43,7 +43,7 @@ class SamplingParams:
             ("temperature", 0 <= self.temperature < math.inf, "at least 0 and finite"),
             (
                 "top_k",
-                isinstance(self.top_k, int) and self.top_k >= 0,
+                type(self.top_k) is int and self.top_k >= 0,
                 "a whole number of at least 0 (0: off)",
             ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -60,7 +60,8 @@ class SamplingParams:
 
 class Filters(NamedTuple):
     """Temperature and filters in the order in which they are applied; None: greedy, or no such
-    filter. The numbers are tensors ``[]`` in compiled code.
+    filter. All are floats, ``top_k`` too, since ``compute`` makes tensors of floats alone: of
+    another type, each number would be compiled anew.
     """
 
     temperature: float | None
@@ -222,7 +223,7 @@ def probabilities_by_few(scores: np.ndarray, filters: Filters) -> np.ndarray:
 
 
 def candidates(scores: np.ndarray, filters: Filters) -> tuple[np.ndarray | slice, Filters]:
-    """Return the ids of a row's few tokens that may pass the filters, and the filters of these.
+    """Return few ids, among them all that the filters keep, and the filters of these ids alone.
 
     Every token that passes all filters must be among the few, and pass all filters of the few. They
     are the tokens within some distance of the largest score, 0: so a filter must not remove a token

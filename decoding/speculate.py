@@ -59,7 +59,7 @@ def speculate(
         # docs/how_it_works.md, "The loop".
         # 1. Draft up to γ tokens, each with the distribution that it was drawn from.
         position = len(text)
-        context = text.tensor()  # before the draft, for which the copy to a GPU would wait
+        context = text.tensor()  # copied now: after the draft, a copy would wait for its kernels
         limit = max(0, min(policy.draft_length(), text.remaining - 1))
         draft = drafter.propose(text, limit, params, policy, randomness)
         # 2. Verify the last token and the draft in one pass: distributions after each of them.
@@ -119,7 +119,7 @@ def read_verdict(
     since looking synchronises again.
     """
     p = probs.take(accepted * probs.shape[1] + token)
-    # as one tensor at least float32, exact for ids below 2²⁴
+    # One tensor, so one copy: at least float32, in which ids below 2²⁴ are exact.
     facts = [draft.tokens, accepted[None], token[None], p[None]]
     if policy.reads_target_confidence:
         row = logits.index_select(0, accepted[None])[0]

@@ -60,7 +60,7 @@ class Conditions:
 
 
 def completed(strings: Sequence[bytes], data: bytearray, since: int, floor: int = 0) -> int | None:
-    """Return the offset in ``data`` of the string that ends first behind the offset ``since``, if
+    """Return the offset in ``data`` of the string that ends first after the offset ``since``, if
     any does.
 
     Of several that end at the same byte, the longest counts. It must begin at ``floor`` or later.
@@ -75,8 +75,8 @@ def completed(strings: Sequence[bytes], data: bytearray, since: int, floor: int 
 
 
 def pending(strings: Sequence[bytes], data: bytearray, end: int, floor: int = 0) -> int:
-    """Return the offset of the longest suffix of ``data[:end]`` that a string begins with; ``end``
-    if there is none.
+    """Return the offset where the longest unfinished beginning of a string starts, at the end of
+    ``data[:end]``; ``end`` if there is none.
     """
     first = end
     for string in strings:

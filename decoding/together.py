@@ -52,7 +52,7 @@ class Together:
         self.calls: dict[greenlet, Call | None] = target.calls if target else {}
 
     def __call__(
-        self, tokens: Tensor, cache: Cache, start: int = 0, plan: LayerPlan | None = None
+        self, tokens: Tensor, cache: Cache, start: int, plan: LayerPlan | None = None
     ) -> Tensor:
         return getcurrent().parent.switch(Call(self.model, tokens, cache, start, plan))
 

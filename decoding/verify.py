@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from decoding.randomness import KeyedRandomness, Place, Randomness, SeededRandomness
+from model.errors import InputError
 
 
 def verify_by_ratio(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """Return a prefix of the draft and the token after it by the ratio rule (arXiv 2211.17192,
-    2302.01318).
+    """Return the number of accepted tokens and the token after them, by the ratio rule (arXiv
+    2211.17192, 2302.01318).
 
     ``target_probs`` p ``[k + 1, vocab]``, ``draft_probs`` q ``[k, vocab]``, ``drafted`` ``[k]`` ids
     drawn from the rows of q, the first at ``place``. p and q are compared in the wider of their
-    dtypes, so that neither is rounded. Returns ``(accepted, next_token)``, both ``[]`` int64: the
-    number of accepted tokens and the token after them.
+    dtypes, so that neither is rounded. Both results are ``[]`` int64.
 
     Drafted token x is accepted with probability min(1, p(x) / q(x)). At the first rejection the
     next token is drawn from the residual norm(max(0, p - q)). Accepted or redrawn, the token at
@@ -49,7 +49,8 @@ def verify_by_ratio(
 def verify_by_race(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """Return the drafted tokens that equal the target's by the race, and the target's after them.
+    """Return the number of drafted tokens that equal the target's draws in the race, and the
+    target's draw after them.
 
     From arXiv 2408.07978; shapes as in ``verify_by_ratio``. The text is the one that plain decoding
     draws at the same places, for every draft: q is never read, so a drafter that misstates it
@@ -69,7 +70,8 @@ def verify_by_race(
 def verify_by_block(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """Return a prefix of the draft and the token after it by block verification (arXiv 2403.10444).
+    """Return the number of accepted tokens and the token after them, by block verification (arXiv
+    2403.10444).
 
     Shapes as in ``verify_by_ratio``. The draft is judged as a whole: on average at least as many
     tokens are kept as under the ratio rule. With x the drafted tokens,
@@ -140,12 +142,17 @@ RULES = {
 class Rule:
     """Rule of verification with its seed: they determine the text that is drawn after a prompt.
 
-    ``name`` is a key of ``RULES``; ``sample`` numbers the texts of one prompt.
+    ``name`` is a key of ``RULES``; ``sample`` numbers the texts of one prompt. Raises InputError
+    for an unknown name.
     """
 
     name: str
     seed: int
     sample: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in RULES:
+            raise InputError(f"a rule is one of {', '.join(RULES)}, found {self.name!r:.80}")
 
     def randomness(self, device: torch.device | str = "cpu") -> Randomness:
         """Return a fresh source of randomness for one text."""

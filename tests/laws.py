@@ -57,12 +57,6 @@ TABLE_DRAFTERS: dict[str, NewDrafter] = {
 }
 
 
-class QuickExit(AdaptiveExit):
-    """Adaptive exit with a short memory, which few rounds change."""
-
-    THRESHOLD_MEMORY = 0.5
-
-
 EXACT = 1e-9  # largest difference of laws and logits that are equal up to rounding in float64
 FALSE_ALARM = 1e-6  # p-value below which a chi-square test fails; the seeds are fixed
 

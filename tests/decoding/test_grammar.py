@@ -25,7 +25,7 @@ from decoding.rounds import Round
 from decoding.text import Conditions
 from model.cache import KVCache
 from tests.calls import recorded
-from tests.laws import EXACT, TABLE_DRAFTERS, QuickExit, random_tables, text_of
+from tests.laws import EXACT, TABLE_DRAFTERS, random_tables, text_of
 from tests.refusal import refusal
 
 EOS = 4  # of the tokens a, b, ab, c and the empty one
@@ -73,7 +73,7 @@ STOPS: list[dict[str, Any]] = [
 POLICIES: list[Callable[[], policies.Policy]] = [
     lambda: policies.FixedLength(2),
     lambda: policies.FixedLength(3),
-    lambda: QuickExit(0.45, 3, step=0.3),
+    lambda: policies.AdaptiveExit(0.45, 3, step=0.15),
 ]
 
 

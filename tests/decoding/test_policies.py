@@ -31,7 +31,7 @@ def a_round(drafted: int, accepted: int, target_confidence: float | None = None)
 
 def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
     """t' = t + ε while the smoothed rate m is below α; then t, or t - ε when the draft ended
-    early.
+    early; and t ← .9 t + .1 t'.
     """
     policy = AdaptiveExit(0.8, 4)
     policy.ALPHA = 0.5

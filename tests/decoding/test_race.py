@@ -38,7 +38,7 @@ def no_three_alike(tokens: Sequence[int], vocab: int = 2) -> Tensor:
 
 POLICIES = {
     "fixed": lambda: policies.FixedLength(2),
-    "adaptive": lambda: policies.AdaptiveExit(0.55, 2, step=0.3),
+    "adaptive": lambda: policies.AdaptiveExit(0.55, 2, step=0.03),
     "gate": lambda: policies.ConfidenceGate(policies.FixedLength(2), 0.5),
 }
 REQUESTS = {
