@@ -34,7 +34,8 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     """Return a model of the same weights whose steps are fast on its device.
 
     Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
-    so where only a C compiler is missing. Elsewhere the model that is passed is rewired too:
+    so where the step cannot be compiled or loaded. Elsewhere the model that is passed is rewired
+    too:
 
     - on a CPU its ``attend``, which prompts use;
     - on a CPU that does not multiply bfloat16, the ``forward`` of each of its ``nn.Linear`` layers,

@@ -268,7 +268,8 @@ static void score_keys(long kind, long head_size, const char *keys, Range range,
 INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
 
 /* Bits of a float32 number as an integer, and back. Integers have the order of the numbers, and NaN
- * is the largest or the least, by its sign. */
+ * is the largest or the least, by its sign: so their maximum, unlike that of numbers, does not
+ * depend on where a NaN stands, and the compiler may find it lane by lane. */
 INLINE int32_t in_order(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
 
 /* Weights of a query's visible positions: softmax of their scores without its division, which is
@@ -435,7 +436,8 @@ INLINE char *entry_of(const Attention *a, const Text *text, int which, long head
 
 enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22, MAX_QUERIES = 24 }; /* of a step; queries of a span */
 
-/* Begin the attention of a step: of the next rows of texts, after those that are done. */
+/* Begin the attention of a step: of the next rows of texts, after those that are done. The caller
+ * sets the layer and its window; attend_to_entries sets what a layer reads and writes. */
 static Attention take_rows(const AttentionConfig *c, const Text *texts, long count, long done) {
     static Memory spans, queries, partials;
     Attention a = {.config = c, .spans = grow(&spans, MAX_ROWS * sizeof(Span)), .sink_chunk = -1};

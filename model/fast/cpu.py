@@ -116,9 +116,9 @@ class FastDecoder(PreparedDecoder):
         plan = LayerPlan.of(self.num_layers, plan)
         if not calls:
             return []
-        all_tokens = torch.cat([tokens.flatten() for tokens, _, _ in calls]).long()
-        if ((all_tokens < 0) | (all_tokens >= self.vocab_size)).any():
-            raise IndexError(f"a token id is not in 0..{self.vocab_size - 1}")
+        ids = torch.cat([tokens.flatten() for tokens, _, _ in calls])
+        if ids.is_floating_point() or ((ids < 0) | (ids >= self.vocab_size)).any():
+            raise IndexError(f"a token id is no whole number in 0..{self.vocab_size - 1}")
         for tokens, cache, start in calls:
             self.check(plan, tokens, cache, start)
         capacity = max(cache.capacity for _, cache, _ in calls)
@@ -134,8 +134,8 @@ class FastDecoder(PreparedDecoder):
                 CText(entries=each.data_ptr(), rows=rows, start=start, head_bytes=head_bytes)
                 for each in self.addresses[cache]
             ]
-        logits = torch.empty(len(all_tokens), self.vocab_size)
-        call("step", weights.model, (CText * len(texts))(*texts), len(texts), all_tokens, logits)
+        logits = torch.empty(len(ids), self.vocab_size)
+        call("step", weights.model, (CText * len(texts))(*texts), len(texts), ids.long(), logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
 
@@ -192,7 +192,7 @@ class Weights:
         self.owned.append(layers)
         self.model = CModel(
             layers=layers,
-            embedding=self.address(model.embed_tokens.weight),
+            embedding=self.address(model.embed_tokens.weight.contiguous()),
             norm=self.scales(model.norm),
             head=self.matrix(model.lm_head or model.embed_tokens, plan.head),
             attention=attention_config(

@@ -260,7 +260,7 @@ class StaticDecoder(PreparedDecoder):
     With ``captures`` its steps are compiled and captured, which needs CUDA. If compiling fails, the
     readable blocks are captured, and a line on stderr says so. If a step fails (an old GPU, no
     memory), in the middle of a text too, it and later ones are the readable blocks'; ``trouble``
-    says why.
+    says why. A cache that finds no memory to grow raises torch's error.
     """
 
     def __init__(self, model: Decoder, captures: bool = True) -> None:
@@ -307,7 +307,8 @@ class StaticDecoder(PreparedDecoder):
 
     @torch.inference_mode()
     def make_step(self, cache: KVCache, plan: LayerPlan | None = None) -> None:
-        plan = plan or LayerPlan.full(self.num_layers)
+        plan = LayerPlan.of(self.num_layers, plan)
+        # once, or once more uncompiled
         while isinstance(cache, TextCache) and plan not in cache.static.steps and not self.trouble:
             try:
                 cache.static.steps[plan] = self._new_step(cache.static.entries, plan)

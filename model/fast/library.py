@@ -42,7 +42,8 @@ TYPES = {
     "int64_t": ctypes.c_int64,
     "long": ctypes.c_long,
 }
-NAME = r"(\*?)(?:const \*)?(\w+)(?:\[(\d+)\])?"  # such as "*const *entries" or "qkv[3]"
+# such as "*const *entries" or "qkv[3]", but no array of addresses
+NAME = r"(?:(\*)(?:const \*)?(?!\w+\[))?(\w+)(?:\[(\d+)\])?"
 DECLARATION = re.compile(rf"\s*(?:const )?(?P<type>\w+) (?P<names>{NAME}(?:,\s*{NAME})*)")
 EXPORTED = re.compile(
     r"^(?!static |INLINE )(\w[\w *]*?)(\w+)\((?!void\))([^)]*)\) \{", re.MULTILINE
@@ -79,8 +80,10 @@ def exported(code: str) -> dict[str, list[type]]:
 
 @functools.cache
 def structure(name: str) -> type[ctypes.Structure]:
-    """Return a structure of the step, with the fields that its C declares."""
-    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", CODE)[1]
+    """Return a structure of the step, with the fields that its C declares. Raises ValueError for a
+    name that it does not declare.
+    """
+    [body] = re.findall(rf"typedef struct \{{([^}}]*)\}} {name};", CODE)
     fields = [field for each in body.split(";")[:-1] for field in declared(each)]
     # without a place for other names, a misspelt one is refused
     return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
@@ -116,8 +119,8 @@ def library() -> ctypes.CDLL:
 
 
 def load() -> ctypes.CDLL:
-    """Return the compiled step. It is kept in the cache folder, by its source, the compiler's
-    options and the processor. Raises InputError where it cannot be compiled or loaded.
+    """Compile the step, or load it from the cache folder; return it. It is kept there by its
+    source, the compiler's options and the processor. Raises InputError where neither is possible.
     """
     flags = [*FLAGS, *machine_flags()]
     told = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []

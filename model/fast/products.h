@@ -320,8 +320,14 @@ static void multiply_block(const Matrix *m, long block, const char *x, long rows
     const char *weights = m->weights + block * block_bytes(m->kind, m->columns);
     out += first;
     for (long row = 0, step = row_by_row ? 1 : count; row < count; row += step) {
-        Tile t = {weights + row * stride, x, row_by_row ? 0 : stride, x_stride,
-                  m->columns, step, out + row, out_stride};
+        Tile t = {.weights = weights + row * stride,
+                  .stride = row_by_row ? 0 : stride,
+                  .x = x,
+                  .x_stride = x_stride,
+                  .columns = m->columns,
+                  .count = step,
+                  .out = out + row,
+                  .out_stride = out_stride};
         for (long left = rows, inputs; left > 0; left -= inputs) {
             inputs = left == TILE_INPUTS + 1 ? (TILE_INPUTS + 1) / 2 : min(TILE_INPUTS, left);
             tiles[m->kind][inputs - 1](&t);

@@ -43,7 +43,6 @@ typedef struct { /* rows of texts on their way through the layers */
     const Model *model;
     const Layer *layer;
     Attention attention;
-    long rows;
     float *qkv;     /* [rows, heads + 2 * key_heads, head_size] */
     float *gate_up; /* [rows, 2, inner]: inner is the size of the MLP */
     float *gated;   /* [rows, inner] */
@@ -161,12 +160,12 @@ static void attention(Step *s, const float *x, float *out) {
     const AttentionConfig *c = &s->model->attention;
     long q_size = c->heads * c->head_size;
     long row_size = q_size + 2 * c->key_heads * c->head_size;
-    float *of_values = grow(&attended, 4 * s->rows * q_size);
-    s->qkv = grow(&qkv, 4 * s->rows * row_size);
-    project(s->rows, s->layer->qkv, 3, x, s->qkv);
+    float *of_values = grow(&attended, 4 * s->attention.rows * q_size);
+    s->qkv = grow(&qkv, 4 * s->attention.rows * row_size);
+    project(s->attention.rows, s->layer->qkv, 3, x, s->qkv);
     run(finish_heads, s, s->attention.num_spans, q_size);
     attend_to_entries(&s->attention, s->qkv, row_size, of_values);
-    project(s->rows, &s->layer->o, 1, of_values, out);
+    project(s->attention.rows, &s->layer->o, 1, of_values, out);
 }
 
 /* activation(gate) * up of a row, with SiLU or tanh GELU: gate_up [2, inner] -> gated [inner]. */
@@ -190,18 +189,18 @@ static void activate(void *argument, long row) {
 static void gated_mlp(Step *s, const float *x, float *out) {
     static Memory gate_up, gated;
     long inner = s->layer->down.columns;
-    s->gate_up = grow(&gate_up, 4 * s->rows * 2 * inner);
-    s->gated = grow(&gated, 4 * s->rows * inner);
-    project(s->rows, s->layer->gate_up, 2, x, s->gate_up);
-    run(activate, s, s->rows, 8 * inner); /* exponentials take longer */
-    project(s->rows, &s->layer->down, 1, s->gated, out);
+    s->gate_up = grow(&gate_up, 4 * s->attention.rows * 2 * inner);
+    s->gated = grow(&gated, 4 * s->attention.rows * inner);
+    project(s->attention.rows, s->layer->gate_up, 2, x, s->gate_up);
+    run(activate, s, s->attention.rows, 8 * inner); /* exponentials take longer */
+    project(s->attention.rows, &s->layer->down, 1, s->gated, out);
 }
 
 /* x + sublayer(norm(x)), or x + post_norm(sublayer(norm(x))): x is [rows, hidden]. */
 static void add_sublayer(Step *s, void sublayer(Step *, const float *, float *),
                          const float *norm, const float *post_norm, float *x) {
     static Memory of_normed, of_out;
-    long hidden = s->model->hidden, count = s->rows * hidden;
+    long hidden = s->model->hidden, count = s->attention.rows * hidden;
     float eps = s->model->eps, *normed = grow(&of_normed, 4 * count);
     float *out = grow(&of_out, 4 * count);
     for (long first = 0; first < count; first += hidden)
@@ -230,15 +229,15 @@ void step(const Model *model, const Text *texts, long count, const int64_t *toke
     static Memory states;
     long hidden = model->hidden, vocab = model->head.rows, done = 0;
     for (Attention a; (a = take_rows(&model->attention, texts, count, done)).rows; done += a.rows) {
-        Step s = {model, .attention = a, .rows = a.rows};
-        float *x = grow(&states, 4 * s.rows * hidden), *out = logits + done * vocab;
-        embed(model, tokens + done, s.rows, x);
+        Step s = {model, .attention = a};
+        float *x = grow(&states, 4 * a.rows * hidden), *out = logits + done * vocab;
+        embed(model, tokens + done, a.rows, x);
         for (long layer = 0; layer < model->num_layers; layer++)
             decoder_block(&s, layer, x);
-        for (long row = 0; row < s.rows; row++)
+        for (long row = 0; row < a.rows; row++)
             normalise(x + row * hidden, model->norm, hidden, model->eps, x + row * hidden);
-        project(s.rows, &model->head, 1, x, out);
-        for (long i = 0; model->final_soft_cap && i < s.rows * vocab; i++)
+        project(a.rows, &model->head, 1, x, out);
+        for (long i = 0; model->final_soft_cap && i < a.rows * vocab; i++)
             out[i] = capped(out[i], model->final_soft_cap);
     }
 }

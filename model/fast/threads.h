@@ -3,8 +3,8 @@
  *
  * Beside another program a helper may lose its core for milliseconds. The caller waits for pieces
  * that a helper has claimed, never for one that has not begun; and once it has waited for long, it
- * does some steps by itself. So two threads beside a busy program keep .96 of the speed that one
- * thread has alone. Who does a piece does not change its bits. */
+ * does some steps by itself. So two threads beside a busy program lose little against one alone. Who
+ * does a piece does not change its bits. */
 
 #pragma once
 #include <pthread.h>
@@ -31,7 +31,7 @@ static struct {
     Task *task; /* this and the next two stay until all claimed pieces are done */
     void *argument;
     long pieces;
-    long started;         /* helpers, in all steps so far */
+    long started;         /* helpers asked for so far; one that did not start is not tried again */
     long steps;           /* that have begun on several threads */
     long alone;           /* steps that the caller is still to do by itself */
     pthread_mutex_t lock; /* of helpers that sleep until a step has begun */
@@ -72,7 +72,6 @@ static void *help(void *number) {
         seen = pool.steps;
         pthread_mutex_unlock(&pool.lock);
     }
-    return NULL;
 }
 
 /* Wake or start helpers, for a step on so many threads. */
