@@ -119,7 +119,7 @@ class Estimates:
     """
 
     MOST_CREDIT = 10.0
-    SHARE = 0.02  # of a plain step, which each token of the text earns
+    SHARE = 0.02  # of a plain round, which each token of the text earns
 
     rates_by_kind: dict[str, Rates] = field(default_factory=dict)
     credit: float = 0.5
