@@ -185,8 +185,8 @@ def compare(walk: Enumerator, noise: Noise, other: Any, *, is_below: bool) -> Te
     ):
         if walk.parts[number] == RACED:
             raise Refused("a random number that decided a race cannot be compared")
-        is_known = not math.isnan(threshold)
-        results.append(is_known and walk.is_below(number, threshold) == is_below)
+        # nothing is below nan or above it
+        results.append(not math.isnan(threshold) and walk.is_below(number, threshold) == is_below)
     return torch.tensor(results, dtype=torch.bool).view(ids.shape)
 
 
