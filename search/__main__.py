@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +56,20 @@ from search.study import (
     measure_importance,
     open_study,
     optimise,
-    parameters,
     predictions_of,
     space_of,
 )
 from search.texts import Continuation, after_documents, plain_texts, read_prompts, split_texts
 from weights.load import model_fingerprint
 
-# Files by whose change a search begins another study: its predictions are made by them
+# Files by whose change a search begins another study: its predictions and costs are made by them
 PREDICTING = (
     "search/acceptance.py",
     "search/costs.py",
     "search/texts.py",
-    "decoding/rounds.py",
-    "model/low_bits.py",
+    "decoding/*.py",
+    "model/*.py",
+    "model/fast/*.*",
 )
 CONFIRMED = 5  # best plans that decode; beside them the best early exit
 BLOCKS = "▁▂▃▄▅▆▇█"  # from 0 to 1
@@ -176,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
     announce(importance, len(first), options.trials)
     status = 0
     try:
-        optimise(study, predict, space, options.trials)
+        optimise(study, predict, space, first, options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
         say("interrupted: the best plans so far decode now; the same command continues the search")
@@ -235,7 +235,7 @@ def settings_of(
         "max_new_tokens": options.max_new_tokens,
         "prompts": prompts,
         "machine": machine(session.device),
-        "version": version(Path(__file__).parents[1] / name for name in PREDICTING),
+        "version": version(chain(*map(Path(__file__).parents[1].glob, PREDICTING))),
         "longest_draft": LONGEST_DRAFT,
     }
 
@@ -259,7 +259,7 @@ def prepare(
     texts: list[Continuation],
     space: Space,
 ) -> None:
-    """Store costs, importances of sublayers and the first plans in a new study.
+    """Store costs and importances of sublayers in a new study.
 
     The costs are also in a file of the cache folder, for other journals with the same settings. The
     study has its own, since its trials were predicted with them, whatever becomes of that file.
@@ -267,10 +267,9 @@ def prepare(
     prompts = [text.prompt for text in texts]
     # The head may have every number of bits but 0.
     costs = kept_costs(study.study_name, session, prompts, space[HEAD_KEY], space[WINDOW_KEY])
-    importance = measure_importance(session.model.num_layers, calibration.acceptance)
-    study.set_user_attr("importance", list(importance))
-    for plan in first_plans(importance, space):
-        study.enqueue_trial(parameters(plan))
+    study.set_user_attr(
+        "importance", measure_importance(session.model.num_layers, calibration.acceptance)
+    )
     study.set_user_attr("costs", asdict(costs))  # the last: with them the study is complete
 
 

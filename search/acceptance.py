@@ -85,7 +85,7 @@ class TargetPass:
         self.cache = model.new_cache(self.length + count)
         self.last = model.hidden(self.context[None], self.cache)[:, -count:]
 
-    def drafted(self, planned: PlannedBlocks, plan: LayerPlan) -> Tensor:
+    def draft_states(self, planned: PlannedBlocks, plan: LayerPlan) -> Tensor:
         """Return the states ``[1, M, hidden]`` after the last layer of a draft's first step at each
         position.
 
@@ -139,7 +139,7 @@ class Calibration:
         found = []
         head = self.planned.head(plan.head)
         for text in self.passes:
-            states = text.drafted(self.planned, plan)
+            states = text.draft_states(self.planned, plan)
             p = distribution(self.model.logits(text.last)[0], text.context, self.params)
             q = distribution(self.model.logits(states, head)[0], text.context, self.params)
             found.append(self.accepted(p, q, text.written)[:, 0].double())

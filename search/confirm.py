@@ -42,28 +42,33 @@ def confirm(
     """Return the results of these plans on the held-out prompts, the fastest first: all prompts are
     written in turns with plain decoding.
     """
-    drafts = [DraftPlan(plan, prediction.gamma) for plan, prediction in plans.items()]
-    ways = [{"draft": "none"}, *({"draft": "skip", "plan": draft} for draft in drafts)]
-    seconds = [0.0 for _ in ways]
-    totals = [Statistics() for _ in ways]
+    ways: dict[LayerPlan | None, dict[str, Any]] = {
+        None: {"draft": "none"},
+        **{
+            plan: {"draft": "skip", "plan": DraftPlan(plan, predicted.gamma)}
+            for plan, predicted in plans.items()
+        },
+    }
+    seconds = dict.fromkeys(ways, 0.0)
+    totals = {plan: Statistics() for plan in ways}
     for text in track(
         held_out, "running the best plans on held-out prompts", console=Console(stderr=True)
     ):
         turns = [
-            [
-                session.finish(session.begin(text.prompt, session.options.merged(way)))
-                for way in ways
-            ]
+            {
+                plan: session.finish(session.begin(text.prompt, session.options.merged(way)))
+                for plan, way in ways.items()
+            }
             for _ in range(TURNS)
         ]
-        for number, samples in enumerate(zip(*turns, strict=True)):
-            seconds[number] += median(sample.seconds for sample in samples)
-            for round in samples[0].rounds:
-                totals[number].add(round)
-    plain, *speeds = [total.tokens / took for total, took in zip(totals, seconds, strict=True)]
+        for plan in ways:
+            seconds[plan] += median(turn[plan].seconds for turn in turns)
+            for round in turns[0][plan].rounds:
+                totals[plan].add(round)
+    speeds = {plan: totals[plan].tokens / seconds[plan] for plan in ways}
     results = [
-        Confirmed(plan, predicted, speed / plain, total.acceptance_rate or 0.0)
-        for (plan, predicted), speed, total in zip(plans.items(), speeds, totals[1:], strict=True)
+        Confirmed(plan, predicted, speeds[plan] / speeds[None], totals[plan].acceptance_rate or 0.0)
+        for plan, predicted in plans.items()
     ]
     return sorted(results, key=lambda result: -result.speedup)
 

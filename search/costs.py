@@ -120,9 +120,9 @@ def seconds_of_round(
     )
 
 
-# Seconds of a turn's rounds: by the length of the draft that they verify, and by the plan that
-# makes TIMED_DRAFT tokens
-Turn = tuple[list[float], dict[LayerPlan, float]]
+# Seconds of a turn's rounds: by the length of the draft that they verify, or by the plan that makes
+# TIMED_DRAFT tokens
+Turn = dict[int | LayerPlan, float]
 
 
 def measure_costs(
@@ -156,19 +156,19 @@ def timed_turns(
     slot = session.slot_for(positions)
     for plan in plans:
         session.prepare(plan)
-    drafters = {plan: ModelDrafter(session.model, slot.cache, plan) for plan in plans}
+    ways: dict[int | LayerPlan, tuple[Drafter, int]] = {
+        **{length: (Repetition(), length) for length in range(LONGEST_DRAFT + 1)},
+        **{plan: (ModelDrafter(session.model, slot.cache, plan), TIMED_DRAFT) for plan in plans},
+    }
     turns: list[Turn] = []
     for prompt in islice(cycle(prompts), TURNS):
         slot.read(session.begin(prompt), session.model)
-        verifying = [
-            seconds_of_round(session, slot.cache, prompt, Repetition(), length)
-            for length in range(LONGEST_DRAFT + 1)
-        ]
-        drafting = {
-            plan: seconds_of_round(session, slot.cache, prompt, drafter, TIMED_DRAFT)
-            for plan, drafter in drafters.items()
-        }
-        turns.append((verifying, drafting))
+        turns.append(
+            {
+                way: seconds_of_round(session, slot.cache, prompt, drafter, length)
+                for way, (drafter, length) in ways.items()
+            }
+        )
     return turns
 
 
@@ -176,16 +176,10 @@ def parts_from(heads: Mapping[LayerPlan, Sequence[LayerPlan]], turns: Sequence[T
     """Return the costs that follow from the turns, for the plans of ``probes``: in each turn
     relative to its plain round, the one that verifies no draft.
     """
-    verify = [
-        median(verified[length] / verified[0] for verified, _ in turns)
-        for length in range(LONGEST_DRAFT + 1)
-    ]
-    rounds = {
-        plan: median(drafted[plan] / verified[0] for verified, drafted in turns)
-        for plan in chain(heads, *heads.values())
-    }
+    rounds = {way: median(turn[way] / turn[0] for turn in turns) for way in turns[0]}
     steps = {
-        plan: max(0.0, cost - verify[TIMED_DRAFT]) / TIMED_DRAFT for plan, cost in rounds.items()
+        plan: max(0.0, rounds[plan] - rounds[TIMED_DRAFT]) / TIMED_DRAFT
+        for plan in chain(heads, *heads.values())
     }
     parts: dict[str, float] = {}
     for head, others in heads.items():
@@ -193,7 +187,7 @@ def parts_from(heads: Mapping[LayerPlan, Sequence[LayerPlan]], turns: Sequence[T
         for plan in others:
             [(part, count)] = (parts_of(plan) - parts_of(head)).items()
             parts[part] = max(0.0, steps[plan] - steps[head]) / count
-    return CostModel(parts, verify)
+    return CostModel(parts, [rounds[length] for length in range(LONGEST_DRAFT + 1)])
 
 
 def kept_costs(
@@ -212,7 +206,9 @@ def kept_costs(
         " to measure them again"
     )
     with suppress(InputError, TypeError):  # absent or damaged
-        return CostModel(**read_json(path))
+        kept = CostModel(**read_json(path))
+        if kept.parts and kept.verify:
+            return kept
     found = measure_costs(session, prompts, bits, windows)
     try:
         write_json(path, asdict(found))

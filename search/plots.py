@@ -84,8 +84,8 @@ def front(predictions: Mapping[LayerPlan, Prediction], costs: CostModel) -> Figu
 def importances(
     importance: Importance, lines: Mapping[str, Sequence[tuple[float, float]]]
 ) -> Figure:
-    """Return two rows of bars, the importance of each layer's attention and MLP; below them lines
-    of plans, each a pair of the cost of a draft step and the acceptance rate.
+    """Return two rows of bars, the importance of each layer's attention and MLP; below them two
+    lines of plans, by name. A plan is a pair of its draft step's cost and its acceptance rate.
     """
     figure = Figure(figsize=(7.5, 7))
     *rows, below = figure.subplots(3, height_ratios=(1, 1, 2))
@@ -105,8 +105,8 @@ def importances(
 
 def best_values(curves: Mapping[str, Sequence[Sequence[float]]], first: int) -> Figure:
     """Return the best expected speed-up so far, by trial: the mean of each way to search, with the
-    range of its seeds. A dashed line shows the best of the ``first`` plans, which the first of the
-    ways begins with.
+    range of its seeds. A dashed line shows the best of the ``first`` plans: the first of the curves
+    must be of a way that begins with them.
     """
     figure = Figure(figsize=(7.5, 4))
     axes = figure.subplots()

@@ -26,6 +26,7 @@ from model.errors import explaining
 from model.plan import FULL, LOW_BITS, LayerPlan
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
+# Optuna's, of ``prior_weight`` and ``gamma`` below: it has nothing in their place
 warnings.filterwarnings("ignore", category=FutureWarning)
 
 # One density per sublayer, since a search has too few trials for joint (multivariate) densities.
@@ -165,12 +166,12 @@ def first_plans(importance: Importance, space: Space) -> list[LayerPlan]:
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
     low = [bits for bits in LOW_BITS if bits in space[HEAD_KEY]]
-    uniform = [*(full.in_bits(bits, head=max(low)) for bits in low), full]
+    head = max(low, default=FULL)
+    uniform = [*(full.in_bits(bits, head) for bits in low), full]
     windowed = [replace(plan, window=window) for window in space[WINDOW_KEY] for plan in uniform]
+    # where no low bits may be had, these are the plans themselves
     rounded = [
-        [plan.in_bits(min(low), head=max(low)) for plan in plans]
-        for plans in (exits, thinned)
-        if low
+        [plan.in_bits(min(low, default=FULL), head) for plan in plans] for plans in (exits, thinned)
     ]
     in_turn = chain(*zip_longest(exits, thinned, windowed, *rounded))
     return [
@@ -180,26 +181,36 @@ def first_plans(importance: Importance, space: Space) -> list[LayerPlan]:
     ]
 
 
-def optimise(study: optuna.Study, predict: Predict, space: Space, trials: int) -> None:
-    """Run trials until the study has ``trials`` finished ones.
+def neighbour_of(params: dict[str, Any], space: Space, seed: int) -> dict[str, Any]:
+    """Return the parameters of a random neighbour of a plan, which has other bits in one place."""
+    others = [
+        {name: bits}
+        for name, choices in space.items()
+        for bits in choices
+        if name != WINDOW_KEY and bits != params[name]
+    ]
+    return params | random.Random(seed).choice(others)
+
+
+def optimise(
+    study: optuna.Study, predict: Predict, space: Space, first: Sequence[LayerPlan], trials: int
+) -> None:
+    """Run trials until the study has ``trials`` finished ones: of the plans ``first``, and then of
+    those that the sampler proposes.
 
     A plan that was tried before keeps its value and is not predicted again. A random neighbour of
-    it comes next, which has other bits in one place. Ctrl-C loses no plan.
+    it comes next. Ctrl-C loses no plan.
     """
     known = predictions_of(study)
+    for plan in first:
+        study.enqueue_trial(parameters(plan), skip_if_exists=True)
 
     def speedup(trial: optuna.Trial) -> float:
         for name, choices in space.items():
             trial.suggest_categorical(name, choices)
         plan = plan_of(trial.params)
         if plan in known:
-            others = [
-                {name: bits}
-                for name, choices in space.items()
-                for bits in choices
-                if name != WINDOW_KEY and bits != trial.params[name]
-            ]
-            neighbour = trial.params | random.Random(trial.number).choice(others)
+            neighbour = neighbour_of(trial.params, space, trial.number)
             study.enqueue_trial(neighbour, skip_if_exists=True)
         else:
             try:
@@ -256,7 +267,5 @@ def best_so_far(
     ``first`` and then those that the sampler proposes.
     """
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    for plan in first:
-        study.enqueue_trial(parameters(plan))
-    optimise(study, predict, space, trials)
+    optimise(study, predict, space, first, trials)
     return list(accumulate((trial.value for trial in finished(study)), max))

@@ -59,13 +59,18 @@ class Enumerator(Randomness):
         return below
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
-        """Return the outcome of this path at its next fork, of ``(weight, outcome)`` pairs."""
+        """Return the outcome of this path at its next fork, of ``(weight, outcome)`` pairs. Raises
+        ProofError where this fork has not the outcomes that the path was made for.
+        """
         possible = [number for number, (weight, _) in enumerate(outcomes) if weight > 0]
         if not possible:  # no token is allowed there: its draw is meaningless, as in production
             return outcomes[-1][1]
         if self.depth == len(self.path):
             self.path.append(self._pick(possible, outcomes))
-        weight, outcome = outcomes[self.path[self.depth]]
+        number = self.path[self.depth]
+        if number not in possible:
+            raise ProofError("a run did not begin from the same state as the one before it")
+        weight, outcome = outcomes[number]
         self.weight *= weight / sum(weight for weight, _ in outcomes)
         self.depth += 1
         return outcome

@@ -34,9 +34,20 @@ from decoding.randomness import Place
 
 PATHS = 100_000  # enumerated before the law is sampled instead
 CONFIDENCE = 0.99  # of the error of a sampled law
-# of torch, by name; ``states`` finds others
+# Names of torch's random functions but those in ``DRAWS``; ``states`` finds others. "uniform_" is
+# that of torch.nn.init.
 REFUSED = (
-    *("randn", "randn_like", "normal", "normal_", "randint", "randint_like", "random_", "randperm"),
+    *(
+        "uniform_",
+        "randn",
+        "randn_like",
+        "normal",
+        "normal_",
+        "randint",
+        "randint_like",
+        "random_",
+        "randperm",
+    ),
     *("poisson", "binomial", "geometric_", "cauchy_", "log_normal_", "gumbel_softmax"),
 )
 NUMPY_UNIFORM = ("random", "random_sample", "rand", "ranf", "sample")
@@ -64,28 +75,37 @@ class FollowedTorch(TorchFunctionMode):
         self, function: Any, types: Any, given: tuple = (), named: dict[str, Any] | None = None
     ) -> Any:
         named = named or {}
-        name = function.__name__
-        noisy = [each for each in tree_leaves((given, named)) if isinstance(each, Noise)]
-        if not noisy and (draw := DRAWS.get(name)):
+        kinds = [each.kind for each in tree_leaves((given, named)) if isinstance(each, Noise)]
+        if kinds:
+            return self.followed(kinds[0], function, given, named)
+        if function in DRAWS:
             # set back, so that only draws that were not replaced change torch's generator
             state = torch.get_rng_state()
-            drawn = draw(self.walk, function, *given, **named)
+            drawn = DRAWS[function](self.walk, function, *given, **named)
             torch.default_generator.set_state(state)
             return drawn
+        name = function.__name__
         if name in REFUSED:
             raise Refused(
                 f"torch's {name} cannot be enumerated (models are to be made before the run)"
             )
-        if not noisy:
-            return function(*given, **named)
+        return function(*given, **named)
+
+    def followed(self, kind: str, function: Any, given: tuple, named: dict[str, Any]) -> Any:
+        """Return the result of a function of noise of this kind. Raises Refused where it cannot be
+        enumerated.
+
+        Where noise is written into a tensor of plain numbers, that becomes noise. Nothing is
+        written into noise, whose views would not see it.
+        """
+        name = function.__name__
         # float(u) is no conversion of a tensor
         plain = name if name == "__float__" else name.strip("_")
         found = follow(self.walk, plain, function, given, named)
         is_in_place = name.endswith("_") and not name.endswith("__")
-        # Views of noise would not see what is written into it.
-        is_unseen = is_in_place and (given[0] is noisy[0] or not isinstance(found, Noise))
+        is_unseen = is_in_place and (not isinstance(found, Noise) or isinstance(given[0], Noise))
         if found is NotImplemented or is_unseen or named.get("out") is not None:
-            raise Refused(f"{name} of {noisy[0].kind}, a random number, cannot be enumerated")
+            raise Refused(f"{name} of {kind}, a random number, cannot be enumerated")
         return as_noise(**vars(found), data=given[0]) if is_in_place else found
 
 
@@ -134,14 +154,17 @@ def uniform(walk: Enumerator, function: Callable[..., Tensor], *given: Any, **na
     return fresh(walk, function, *given, kind="u", **named)
 
 
-DRAWS: dict[str, Callable[..., Any]] = {
-    "multinomial": multinomial,
-    "bernoulli": bernoulli,
-    "bernoulli_": bernoulli,
-    "rand": partial(fresh, kind="u"),
-    "rand_like": partial(fresh, kind="u"),
-    "uniform_": uniform,
-    "exponential_": partial(fresh, kind="E"),  # of any rate: the same token wins
+# By the function itself, since others have the same names: torch.nn.init.uniform_ has other bounds
+DRAWS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.multinomial: multinomial,
+    Tensor.multinomial: multinomial,
+    torch.bernoulli: bernoulli,
+    Tensor.bernoulli: bernoulli,
+    Tensor.bernoulli_: bernoulli,
+    torch.rand: partial(fresh, kind="u"),
+    torch.rand_like: partial(fresh, kind="u"),
+    Tensor.uniform_: uniform,
+    Tensor.exponential_: partial(fresh, kind="E"),  # of any rate: the same token wins
 }
 
 
@@ -157,7 +180,9 @@ def refusing(module: ModuleType) -> dict[str, Callable[..., Any]]:
     for name in module.__all__:
         known = getattr(module, name)
         found[name] = partial(refuse, name)
-        if isinstance(known, type):  # a class still, so that isinstance takes it
+        # a subclass, so that isinstance(x, random.Random) raises no TypeError; it is False for
+        # every instance
+        if isinstance(known, type):
             new = staticmethod(found[name])
             found[name] = type(name, (known,), {"__new__": new})
     return found
@@ -169,10 +194,13 @@ OF_NUMPY = refusing(np.random) | {"get_state": np.random.get_state}
 
 @contextmanager
 def replaced(walk: Enumerator) -> Iterator[None]:
-    """Return a context in which all random functions are those of the walk, or are refused."""
+    """Replace all random functions by those of the walk, or by refusals, while the context
+    lasts.
+    """
 
-    def uniforms(*shape: Any) -> Noise:
-        return fresh(walk, torch.empty, shape, kind="u")
+    def uniforms(*shape: Any, size: Any = None) -> Noise:
+        """Return noise for rand(2, 3), random((2, 3)), random(size=3) or random()."""
+        return fresh(walk, torch.empty, *(shape or [size or ()]), kind="u")
 
     def seed(*given: Any, **named: Any) -> None:
         """Refuse a seed after the first draw, since numbers would repeat; before it, no law
@@ -185,6 +213,7 @@ def replaced(walk: Enumerator) -> Iterator[None]:
     of_numpy = OF_NUMPY | dict.fromkeys(NUMPY_UNIFORM, uniforms)
     with (
         mock.patch.multiple(torch, manual_seed=seed, set_rng_state=seed),
+        mock.patch.multiple(torch.random, manual_seed=seed, set_rng_state=seed),
         mock.patch.dict(vars(random), of_python),
         mock.patch.dict(vars(np.random), of_numpy | {"seed": seed, "set_state": seed}),
         FollowedTorch(walk),

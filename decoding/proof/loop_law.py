@@ -31,8 +31,8 @@ from decoding.verify import Rule
 from model.cache import KVCache
 from model.errors import InputError
 
-# By which draws share random numbers: none, or those at one place. Not for a subclass, which may
-# share others.
+# The enumerator of each randomness: draws share no numbers, or those of one place. Exact classes
+# only, since a subclass may share others.
 ENUMERATORS = {SeededRandomness: Enumerator, KeyedRandomness: RaceEnumerator}
 
 

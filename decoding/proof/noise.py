@@ -6,13 +6,13 @@
 
 Such a number stands for itself until it decides something. Each has an id, which it keeps in views
 and copies, so that code which uses one number twice has the law that follows from that. Comparisons
-are of real numbers, so a u that is exactly 0 is not seen. Another kind of number is another row of
-``KINDS``. Knows nothing of the code that is judged.
+are of real numbers, so a u that is exactly 0 is not seen. Another kind of number needs a row of
+``DRAWS`` (in ``foreign``) or of ``BECOMES``, and a case of ``follow`` for each of its uses. Knows
+nothing of the code that is judged.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,39 +28,34 @@ ALONE = 2  # holders of memory that no other tensor shares: a tensor and what as
 UNSCALED = torch.ones((), dtype=torch.float64)  # factor of numbers that were not multiplied
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Uses of one kind of random number that can be enumerated.
-
-    ``becomes``: the kind of the result, by function. ``threshold``: the threshold of u that one of
-    this number stands for. ``races``: functions of other numbers and this one whose argmax is a
-    race; their weights are ``weights`` of those others.
-    """
-
-    becomes: dict[str, str] = field(default_factory=dict)
-    threshold: Callable[[Tensor], Tensor] | None = None
-    races: tuple[str, ...] = ()
-    weights: Callable[[Tensor], Tensor] = torch.positive
-
-
-KINDS = {
-    "u": Kind({"log": "log u"}, threshold=torch.positive),
-    "log u": Kind({"neg": "E"}, threshold=torch.exp),
-    "E": Kind({"log": "log E"}, races=("truediv", "div", "divide")),
-    "log E": Kind({"neg": "G"}),
-    "G": Kind(races=("add", "radd"), weights=partial(torch.softmax, dim=-1)),
-    "a race": Kind(),
+# What a number becomes, by function and kind
+BECOMES = {
+    ("log", "u"): "log u",
+    ("neg", "log u"): "E",
+    ("log", "E"): "log E",
+    ("neg", "log E"): "G",
 }
-LESS = ("lt", "le", "less", "less_equal")
-GREATER = ("gt", "ge", "greater", "greater_equal")
-ASKS = ("size", "dim", "numel", "len", "is_floating_point", "ndimension", "stride")
-CONVERSIONS = ("item", "cpu", "to", "float", "double", "half", "bfloat16")
-# functions that move elements and do not change them; "get" is that of x.T
-MOVES = (
-    *("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select"),
-    *("narrow", "index_select", "gather", "take", "transpose", "permute", "get"),
-    *("clone", "contiguous", "detach"),
-)
+# The threshold of u that a threshold of the number stands for
+THRESHOLDS = {"u": torch.positive, "log u": torch.exp}
+# The weights by which x divided by such a number, or x with it added, draws in a race
+WEIGHTS = {"E": torch.positive, "G": partial(torch.softmax, dim=-1)}
+# The cases of ``follow``, by those of torch's names that share one; "get" is that of x.T
+USES = {
+    **dict.fromkeys(
+        ("size", "dim", "numel", "len", "is_floating_point", "ndimension", "stride"), "ask"
+    ),
+    **dict.fromkeys(("item", "cpu", "to", "float", "double", "half", "bfloat16"), "convert"),
+    # These move elements and do not change them.
+    **dict.fromkeys(("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten"), "move"),
+    **dict.fromkeys(("expand", "select", "narrow", "index_select", "gather", "take"), "move"),
+    **dict.fromkeys(("transpose", "permute", "get", "clone", "contiguous", "detach"), "move"),
+    **dict.fromkeys(("lt", "le", "less", "less_equal"), "less"),
+    **dict.fromkeys(("gt", "ge", "greater", "greater_equal"), "greater"),
+    **dict.fromkeys(("mul", "rmul", "multiply"), "multiply"),
+    **dict.fromkeys(("truediv", "div", "divide"), "divide"),
+    "radd": "add",
+    "negative": "neg",
+}
 
 
 class Refused(InputError):
@@ -70,14 +65,24 @@ class Refused(InputError):
 class Noise(Tensor):
     """Tensor of random numbers that are not yet known.
 
-    ``kind``: a key of ``KINDS``. ``ids``: of the numbers, int64 in the same shape. ``factor``,
-    float64 in the same shape: what a u was multiplied by, or the weights of a race.
+    ``kind``: a name of the table above, or "a race". ``ids``: of the numbers, int64 in the same
+    shape. ``factor``, float64 in the same shape: what a u was multiplied by, or the weights of a
+    race.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     kind: str
     ids: Tensor
     factor: Tensor
+
+    def __array_ufunc__(self, function: Any, method: str, *given: Any, **named: Any) -> Tensor:
+        """Return the result of torch's function of the same name for a function of NumPy's. Raises
+        Refused where torch has none.
+        """
+        of_torch = getattr(torch, function.__name__, None)
+        if method != "__call__" or named or of_torch is None:
+            raise Refused(f"numpy.{function.__name__} of a random number cannot be enumerated")
+        return of_torch(*(x if isinstance(x, Noise) else torch.as_tensor(x) for x in given))
 
 
 def as_noise(
@@ -119,47 +124,46 @@ def follow(
 ) -> Any:
     """Return the result of a function of noise; NotImplemented where that cannot be enumerated.
 
-    What does not depend on the numbers is answered first. No two of the cases after it share a
-    name, so their order does not matter.
+    A case is a use, and the kind of each argument that was given without a name: None where it is
+    not noise. No two cases can take the same call, so their order does not matter.
     """
-    if name in ASKS:
-        return function(*given, **named)
-    if name == "get" and not isinstance(found := function(*given, **named), Tensor):
-        return found  # x.shape, where x.T is a move
     kinds = [each.kind if isinstance(each, Noise) else None for each in given]
     noise = next((each for each in given if isinstance(each, Noise)), None)
     other = next((each for each in given if each is not noise), None)
-    match [name, *kinds]:  # the kind of another argument is None
+    if name == "get" and not isinstance(found := function(*given, **named), Tensor):
+        return found  # x.shape, where x.T is a move
+    match [USES.get(name, name), *kinds]:
+        # u.size(), which does not depend on the numbers
+        case ["ask", *_]:
+            return function(*given, **named)
         # u.item(), u.float(); a whole number of u is another number
-        case [_, str(), *_] if name in CONVERSIONS:
+        case ["convert", str(), *_]:
             converted = torch.as_tensor(function(*given, **named))
             return noise if converted.is_floating_point() else NotImplemented
         # u[0], u.view(-1), (u * q).T
-        case [_, str(kind), *_] if name in MOVES and kind != "a race":
+        case ["move", str(kind), *_] if kind != "a race":
             moved = (function(each, *given[1:], **named) for each in (noise.ids, noise.factor))
             return as_noise(kind, *moved)
         # u.log(), -u.log(), -(-u.log()).log()
-        case [_, str(kind)] if name in KINDS[kind].becomes and (noise.factor == 1).all():
-            return as_noise(KINDS[kind].becomes[name], noise.ids)
+        case [use, str(kind)] if (use, kind) in BECOMES and (noise.factor == 1).all():
+            return as_noise(BECOMES[use, kind], noise.ids)
         # u < p / q, p / q > u, u.log() <= p.log() - q.log()
-        case [_, str(kind), None] | [_, None, str(kind)] if (
-            name in LESS + GREATER and KINDS[kind].threshold
-        ):
-            return compare(walk, noise, other, is_below=(name in LESS) == (noise is given[0]))
+        case ["less", "u" | "log u", None] | ["greater", None, "u" | "log u"]:
+            return compare(walk, noise, other, is_below=True)
+        case ["greater", "u" | "log u", None] | ["less", None, "u" | "log u"]:
+            return compare(walk, noise, other, is_below=False)
         # torch.searchsorted(p.cumsum(-1), u), whichever side: how many sums u is not below
         case ["searchsorted", None, "u"] if named.get("sorter") is None:
             column = as_noise("u", noise.ids[..., None], noise.factor[..., None])
             return compare(walk, column, other[..., None, :], is_below=False).sum(-1)
         # u * q, which p is compared with
-        case ["mul" | "rmul" | "multiply", "u", None] | ["mul" | "multiply", None, "u"]:
+        case ["multiply", "u", None] | ["multiply", None, "u"]:
             factor = noise.factor * torch.as_tensor(other, dtype=torch.float64)
             if (factor >= 0).all():  # a comparison divides by it
                 return as_noise("u", noise.ids, factor)
-        # p / e, logits + g
-        case [_, None, str(kind)] | ["add" | "radd", str(kind), None] if (
-            name in KINDS[kind].races and not named
-        ):
-            weights = KINDS[kind].weights(torch.as_tensor(other).double())
+        # p / e, logits + g, g + logits; not with alpha or a rounding
+        case ["divide", None, "E"] | ["add", None, "G"] | ["add", "G", None] if not named:
+            weights = WEIGHTS[noise.kind](torch.as_tensor(other).double())
             return as_noise("a race", noise.ids, weights)
         # (p / e).argmax(-1)
         case ["argmax", "a race", *_]:
@@ -171,7 +175,7 @@ def compare(walk: Enumerator, noise: Noise, other: Any, *, is_below: bool) -> Te
     """Return whether each number is below its threshold, bool, or whether it is not. Raises Refused
     where one has decided a race.
     """
-    thresholds = KINDS[noise.kind].threshold(torch.as_tensor(other, dtype=torch.float64))
+    thresholds = THRESHOLDS[noise.kind](torch.as_tensor(other, dtype=torch.float64))
     if ((thresholds == 0) & (noise.factor == 0)).any():
         raise Refused("a random number times 0 cannot be compared with 0")
     ids, thresholds = torch.broadcast_tensors(noise.ids, thresholds / noise.factor)
@@ -181,20 +185,24 @@ def compare(walk: Enumerator, noise: Noise, other: Any, *, is_below: bool) -> Te
     ):
         if walk.parts[number] == RACED:
             raise Refused("a random number that decided a race cannot be compared")
-        is_known = not math.isnan(threshold)
-        results.append(is_known and walk.is_below(number, threshold) == is_below)
+        # nothing is below nan or above it
+        results.append(not math.isnan(threshold) and walk.is_below(number, threshold) == is_below)
     return torch.tensor(results, dtype=torch.bool).view(ids.shape)
 
 
 def winners(
-    walk: Enumerator, noise: Noise, dim: int | None = None, keepdim: bool = False
+    walk: Enumerator,
+    noise: Noise,
+    dim: int | None = None,
+    keepdim: bool = False,
+    axis: int | None = None,  # NumPy's name of ``dim``
 ) -> Tensor:
     """Return the argmax of a race over the last dimension: a fork per row, by the positive weights.
 
     Raises Refused where one of its numbers has decided something before, and for a row whose
     weights are all negative.
     """
-    if dim not in (-1, noise.dim() - 1) and noise.dim() > 1:
+    if {dim, axis}.isdisjoint((-1, noise.dim() - 1)) and noise.dim() > 1:
         return NotImplemented
     for number in noise.ids.flatten().tolist():
         if walk.parts[number] != WHOLE:

@@ -30,6 +30,7 @@ from tests.mutants import TABLE
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
 LOGITS = P.log()
+OTHER_AT_EACH_CALL = iter([P, P[:1]])
 uniform_by_name = random.uniform
 permutation_by_name = np.random.permutation
 
@@ -60,6 +61,8 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "logarithms": lambda: (P.cumsum(0).log() > torch.rand(()).log()).int().argmax(),
     "Python": lambda: 0 if (u := random.random()) < 0.5 else 1 if u < 0.8 else 2,
     "NumPy": lambda: int((np.random.rand(1)[0] >= P.cumsum(0)).sum()),
+    "an array of NumPy's": lambda: (np.cumsum(P.numpy()) > np.random.random((1,))).int().argmax(),
+    "NumPy's names": lambda: (P.numpy() / -np.log(np.random.random(size=3))).argmax(axis=-1),
     "speculative": RIGHT,
 }
 
@@ -155,6 +158,7 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
         (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
         (lambda: random.choice([1, 2]), "random.choice"),
         (lambda: (torch.rand(1), torch.manual_seed(0)), "seed or state set after a draw"),
+        (lambda: (torch.rand(1), torch.random.manual_seed(0)), "seed or state set after a draw"),
         (lambda: (random.random(), random.seed(0)), "seed or state set after a draw"),
         (lambda: random.uniform(0, 1), "random.uniform"),
         (lambda: random.expovariate(1), "random.expovariate"),
@@ -174,6 +178,14 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
             for ends in ((0, 2), (1, 1))
         ),
         (lambda: torch.rand(2)[0].uniform_(), "uniform_ of u"),
+        (lambda: torch.nn.init.uniform_(torch.empty(1), 0, 2) < 0.5, "torch's uniform_"),
+        (lambda: torch.nn.init.constant_(torch.rand(1), 1.0), "constant_ of u"),
+        (
+            lambda: torch.multinomial(next(OTHER_AT_EACH_CALL), 1),
+            "did not begin from the same state",
+        ),
+        (lambda: np.sin(np.random.rand(3)), "sin of u"),
+        (lambda: np.add.reduce(np.random.rand(3)), "numpy.add of a random number"),
         (lambda: torch.bernoulli(torch.rand(3)), "bernoulli of u"),
         (lambda: torch.stack([torch.rand(()), torch.rand(())]) < 0.5, "stack of u"),
         (
@@ -204,7 +216,7 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
 def test_code_that_cannot_be_enumerated_is_refused_by_name(
     run: Callable[[], Any], said: str
 ) -> None:
-    with pytest.raises(Refused, match=said):
+    with pytest.raises((Refused, enumeration.ProofError), match=said):
         law_of(run)
 
 
@@ -226,8 +238,7 @@ def test_a_seed_after_a_draw_is_refused_on_a_sampled_path_too() -> None:
 
 def test_a_draw_of_nothing_is_as_meaningless_on_a_sampled_path() -> None:
     """Here of a second token where one has all the probability."""
-    certain = torch.tensor([1.0, 0.0])
-    law = law_of(lambda: (torch.multinomial(P, 1).item(), torch.multinomial(certain, 2)), paths=1)
+    law = law_of(lambda: (torch.multinomial(P, 1).item(), torch.eye(2)[0].multinomial(2)), paths=1)
     assert {tokens for _, tokens in law.probs} == {(0, 1)}
 
 
