@@ -26,12 +26,18 @@ def as_installed(source: str, names: Iterable[str]) -> str:
     """
     ours = "|".join(names)
     changes = {
-        # imports, at the beginning of a line; the second is of a module with another name there
+        # Imports stand at the beginning of a line:
+        # from model.plan import LayerPlan -> from specdec.model.plan import LayerPlan
         rf"^( *)from (?=({ours})\b[\w.]* import )": rf"\1from {PACKAGE}.",
+        # from generate import main -> from specdec.__main__ import main
         rf"^( *)from {PACKAGE}\.generate import ": rf"\1from {PACKAGE}.__main__ import ",
-        # commands, but no files of these names in other folders
+        # Commands stand anywhere, in help, messages and comments. Files of these names in other
+        # folders are none.
+        # python -m search -> python -m specdec.search
         rf"\bpython -m (?=({ours})\b)": f"python -m {PACKAGE}.",
+        # python train.py, train.py -> python -m specdec.train
         r"(python )?(?<![\w./-])train\.py\b": f"python -m {PACKAGE}.train",
+        # python generate.py, generate.py -> specdec
         r"(python )?(?<![\w./-])generate\.py\b": PACKAGE,
     }
     for pattern, change in changes.items():

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan, plan_in_words, read_plan, runnable
+from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan, plan_in_words, runnable
 from decoding.drafters import CheckedDrafter, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.model_port import Model
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
@@ -114,17 +114,16 @@ def given_plan(loaded: LoadedModel, options: Options) -> DraftPlan | None:
     """Return the plan of --plan, else that of the model's folder, if any. Raises InputError for a
     file that cannot be read, and for a plan of another model.
     """
-    layers = loaded.config.num_layers
     shipped = loaded.folder / "plan.json"
     chosen = shipped if options.plan is None else options.plan
     if chosen is shipped and not shipped.exists():
         return None
     if not isinstance(chosen, DraftPlan):
-        chosen = read_plan(Path(chosen), layers, loaded.folder)
-    if chosen.plan.num_layers != layers:
+        chosen = loaded.read_plan(Path(chosen))
+    if chosen.plan.num_layers != loaded.config.num_layers:
         raise InputError(
-            f"the plan is one of {chosen.plan.num_layers} layers, but {loaded.name} has {layers}:"
-            " find one for this model with python -m search",
+            f"the plan is one of {chosen.plan.num_layers} layers, but {loaded.name} has"
+            f" {loaded.config.num_layers}: find one for this model with python -m search",
             "plan",
         )
     return chosen
@@ -256,8 +255,6 @@ class Kind(NamedTuple):
     """Kind of draft: its line in --help, the options that have an effect on it, its maker, the
     ``plan`` under which the target drafts for itself, if any, and the option that it ``needs``,
     unless a model's folder has the file.
-
-    ``makes_do``: whether it drafts without low-bit copies where they do not fit into memory.
     """
 
     help: str
@@ -265,7 +262,6 @@ class Kind(NamedTuple):
     make: Callable[[Session, Sample, Slot, Model], Strategy]
     plan: Callable[[LoadedModel, Options], DraftPlan | None] = lambda *_: None
     needs: str | None = None
-    makes_do: bool = False
 
 
 LENGTH = ("gamma", "min_target_confidence")
@@ -273,36 +269,43 @@ BY_PLAN = (*LENGTH, "adaptive", "bits", "window")
 KINDS = {
     "auto": Kind(
         "in each round the best of lowbit, lookup and a layer plan, or none",
-        (*LENGTH, "plan"),
-        auto,
-        given_plan,
-        makes_do=True,
+        options=(*LENGTH, "plan"),
+        make=auto,
+        plan=given_plan,
     ),
-    "none": Kind("plain decoding", (), lambda *_: plain()),
-    "lookup": Kind("copies what followed the same words earlier in the text", LENGTH, lookup),
+    "none": Kind("plain decoding", options=(), make=lambda *_: plain()),
+    "lookup": Kind(
+        "copies what followed the same words earlier in the text", options=LENGTH, make=lookup
+    ),
     "skip": Kind(
         "the model without some sublayers, by a layer plan (--plan)",
-        (*BY_PLAN, "plan"),
-        by_plan,
-        given_plan,
+        options=(*BY_PLAN, "plan"),
+        make=by_plan,
+        plan=given_plan,
         needs="plan",
     ),
     "exit": Kind(
-        "the model's first layers (--exit-layer)", (*BY_PLAN, "exit_layer"), by_plan, exit_plan
+        "the model's first layers (--exit-layer)",
+        options=(*BY_PLAN, "exit_layer"),
+        make=by_plan,
+        plan=exit_plan,
     ),
     "lowbit": Kind(
-        "the model with all weights in four bits (--bits)", BY_PLAN, by_plan, low_bit_plan
+        "the model with all weights in four bits (--bits)",
+        options=BY_PLAN,
+        make=by_plan,
+        plan=low_bit_plan,
     ),
     "model": Kind(
         "a smaller model with the same tokenizer (--draft-model)",
-        (*LENGTH, "adaptive", "draft_model"),
-        other_model,
+        options=(*LENGTH, "adaptive", "draft_model"),
+        make=other_model,
         needs="draft_model",
     ),
 }
 # every option that has an effect on some kind of draft
 OF_DRAFTS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]
-OWN = Kind("a drafter of your own", (*LENGTH, "adaptive"), class_of_user)
+OWN = Kind("a drafter of your own", options=(*LENGTH, "adaptive"), make=class_of_user)
 
 
 def kind_of(draft: str) -> Kind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from app.common.command_line import say
 from app.common.device import pick_device
 from app.drafts import kind_of, low_bit_plan
 from app.options import CONTEXT, Options
-from app.plan_file import LONGEST_DRAFT, DraftPlan
+from app.plan_file import LONGEST_DRAFT, DraftPlan, read_plan
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -58,9 +58,13 @@ class LoadedModel:
         self.device = pick_device(options.device)
         self.dtype = pick_dtype(options.dtype, self.folder, self.device)
         self.config = config_of_weights(self.folder, self.dtype)
-        self.local_config = self.config  # of the weights in this process
+        self.local_config = self.config  # of this process's weights: of several, each has a part
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
+        # the plan of a file, which may be a pipe: it is read once
+        self.read_plan = cache(
+            partial(read_plan, num_layers=self.config.num_layers, folder=self.folder)
+        )
         self.draft_models: dict[Path, Decoder] = {}  # by folder
         self.user_files: dict[str, dict[str, Any]] = {}  # names of --draft FILE.py:Class
         self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows
@@ -94,8 +98,8 @@ class LoadedModel:
     def memory(self, positions: int, prompt: int = 0) -> Memory:
         """Return the memory that texts of up to ``positions`` tokens take.
 
-        Low-bit copies that are made only if they fit are not counted. Raises InputError for a draft
-        model or a plan that cannot be read.
+        The low-bit copies of a plan are counted, but not those of ``optional_plans``. Raises
+        InputError for a draft model or a plan that cannot be read.
         """
         options = self.options
         chosen = self.plan_for(options)
@@ -111,15 +115,17 @@ class LoadedModel:
             prompt=prompt,
             draft_config=of_draft,
             longest_draft=longest if options.gamma is None else options.gamma,
-            plan=chosen.plan if chosen and not kind_of(options.draft).makes_do else None,
+            plan=chosen.plan if chosen and not self.optional_plans(options) else None,
         )
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:
         """Return a line of needed and free memory. Raises InputError with it where that is too
         small.
         """
-        plans = self.optional_plans(self.options) if kind_of(self.options.draft).makes_do else {}
-        copies = sum(low_bit_bytes(self.local_config, chosen.plan) for chosen in plans.values())
+        copies = sum(
+            low_bit_bytes(self.local_config, chosen.plan)
+            for chosen in self.optional_plans(self.options).values()
+        )
         positions = self.capacity(ids)
         # Half of a text that is not known yet may be prompt. It is read in chunks.
         prompt = len(ids) or min(positions // 2, PREFILL_CHUNK)
@@ -144,7 +150,13 @@ class LoadedModel:
         return replace(chosen, plan=replace(plan, window=options.window or plan.window))
 
     def optional_plans(self, options: Options) -> dict[str, DraftPlan]:
-        """Return the plans by name among which --draft auto chooses."""
+        """Return the plans by name among which --draft auto chooses, none for another draft.
+
+        Their low-bit copies are made only if they fit into memory: auto drafts without them too.
+        Another draft needs the copies of its plan.
+        """
+        if options.draft != "auto":
+            return {}
         low_bits = low_bit_plan(self, options)
         plans = {"low bits": low_bits}
         chosen = self.plan_for(options)

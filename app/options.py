@@ -1,8 +1,8 @@
 """Options of ``generate.py``: one dataclass, whose fields carry types, ranges, help and errors.
 
-The command line, Python's keywords and the server's requests all fill it, and its checks are the
-only ones of an option's type. Knows nothing of models: what depends on a checkpoint is checked by
-``app.session``.
+The command line, Python's keywords and the server's requests all fill it, and its checks hold for
+all of them; requests add limits. Knows nothing of models: what depends on a checkpoint is checked
+by ``app.session``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,6 @@ WHOLE_CONTEXT = 1 << 30  # tokens of a request's text by default: the context en
 CONTEXT = 8192
 QUEUE = 64  # most requests that wait, of a server
 GRAMMARS = ("json_schema", "regex", "grammar")
-OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
-# options of a command line alone: its prompt, the number of its texts, and its output
-OF_THE_COMMAND = (
-    *("prompt", "prompt_file", "num_samples", "dry_run", "compare", "trace", "json"),
-    *("serve", "allow_host", "queue", "interactive"),
-)
-# options that a server and a conversation do not take
-OF_ONE_TEXT = ("prompt", "prompt_file", "num_samples", "dry_run", "compare", "json")
 WANTED = {  # by the type of an option's values
     int: "a whole number",
     float: "a number",
@@ -69,11 +61,18 @@ def option(
     choices: tuple[Any, ...] | None = None,
     least: float | None = None,
     most: float = math.inf,
+    scope: str = "call",
 ) -> Any:
     """Return a field of ``Options``, whose annotation gives the types of its values.
 
     A number lies between ``least``, if given, and ``most``. ``group`` heads the option in --help,
     and ``short`` is its short name. ``help``, ``metavar`` and ``choices`` have argparse's names.
+    ``scope`` says where the option may be given beside the command line:
+
+    call       for a text: in a call of Python, or in a request
+    model      where a model is loaded
+    command    nowhere else
+    run        nowhere else, and not to a server or a conversation either
     """
     return field(
         default=default,
@@ -84,6 +83,7 @@ def option(
             "metavar": metavar,
             "choices": choices,
             "bounds": (least, most),
+            "scope": scope,
         },
     )
 
@@ -96,12 +96,14 @@ class Options:
     range, and for options that do not go together.
     """
 
-    prompt: str | None = option(None, "the prompt", metavar="PROMPT")
+    prompt: str | None = option(None, "the prompt", metavar="PROMPT", scope="run")
     prompt_file: str | None = option(
-        None, "read the prompt from a file (-: standard input)", metavar="F"
+        None, "read the prompt from a file (-: standard input)", metavar="F", scope="run"
     )
-    model: str = option(**MODEL, short="-m")
-    revision: str | None = option(None, "branch, tag or commit of a model on the hub", metavar="R")
+    model: str = option(**MODEL, short="-m", scope="model")
+    revision: str | None = option(
+        None, "branch, tag or commit of a model on the hub", metavar="R", scope="model"
+    )
     chat: bool | None = option(None, "use the chat template (default: if there is one)")
     system: str | None = option(None, "system message of the chat", metavar="S")
     chat_template_kwargs: str | dict[str, Any] | None = option(
@@ -222,6 +224,7 @@ class Options:
         metavar="N",
         least=1,
         most=1 << 16,
+        scope="run",
     )
     stop: tuple[str, ...] = option((), "end the text before STR", group="sampling", metavar="STR")
     ban: tuple[str, ...] = option((), "never write WORD", group="sampling", metavar="WORD")
@@ -237,8 +240,8 @@ class Options:
     grammar: str | None = option(
         None, "write a text of this Lark grammar", group="structured output", metavar="FILE"
     )
-    device: str | None = option(**DEVICE, default=None, group="machine")
-    dtype: str = option(**DTYPE, group="machine", choices=(*DTYPES, "auto"))
+    device: str | None = option(**DEVICE, default=None, group="machine", scope="model")
+    dtype: str = option(**DTYPE, group="machine", choices=(*DTYPES, "auto"), scope="model")
     context: int | None = option(
         None,
         "most tokens of prompt and text together (default: the model's; in conversations at most"
@@ -246,36 +249,54 @@ class Options:
         group="machine",
         metavar="N",
         least=2,
+        scope="model",
     )
     no_compile: bool = option(
-        False, "run the readable blocks, in plain PyTorch: several times slower", group="machine"
+        False,
+        "run the readable blocks, in plain PyTorch: several times slower",
+        group="machine",
+        scope="model",
     )
-    dry_run: bool = option(False, "only print the memory that the run would take", group="output")
+    dry_run: bool = option(
+        False, "only print the memory that the run would take", group="output", scope="run"
+    )
     compare: bool = option(
         False,
         "also decode plainly; print the speed-up, and whether texts are equal",
         group="output",
+        scope="run",
     )
     trace: bool = option(
-        False, "show which drafted tokens were accepted, in colour", group="output"
+        False, "show which drafted tokens were accepted, in colour", group="output", scope="command"
     )
-    json: bool = option(False, "print one JSON object per text on standard output", group="output")
+    json: bool = option(
+        False, "print one JSON object per text on standard output", group="output", scope="run"
+    )
     serve: str | None = option(
         None,
         "serve a page, and clients of OpenAI's API, until Ctrl-C",
         group="output",
         metavar="[HOST:]PORT",
+        scope="command",
     )
     allow_host: tuple[str, ...] = option(
         (),
         "with --serve, answer requests to this name of the machine too",
         group="output",
         metavar="NAME",
+        scope="command",
     )
     queue: int = option(
-        QUEUE, "with --serve, most requests that wait", group="output", metavar="N", least=0
+        QUEUE,
+        "with --serve, most requests that wait",
+        group="output",
+        metavar="N",
+        least=0,
+        scope="command",
     )
-    interactive: bool = option(False, "hold a conversation, an answer to each line", group="output")
+    interactive: bool = option(
+        False, "hold a conversation, an answer to each line", group="output", scope="command"
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -286,15 +307,14 @@ class Options:
         self._check_draft()
         if len(self.grammars) > 1:
             raise InputError(f"give one of {', '.join(map(flag_of, GRAMMARS))}")
-        of_one_text = [
-            name for name in OF_ONE_TEXT if getattr(self, name) != getattr(Options, name)
+        of_a_run = [
+            name for name in names_of("run") if getattr(self, name) != getattr(Options, name)
         ]
         if is_server and self.interactive:
             raise InputError("give --serve or --interactive, not both")
-        if of_one_text and (is_server or self.interactive):
+        if of_a_run and (is_server or self.interactive):
             raise InputError(
-                f"{flag_of(of_one_text[0])} has no effect with --serve and --interactive: leave it"
-                " out"
+                f"{flag_of(of_a_run[0])} has no effect with --serve and --interactive: leave it out"
             )
         if is_server and self.trace:
             raise InputError("--trace has no effect with --serve: a request asks for its own trace")
@@ -356,10 +376,10 @@ class Options:
         Another kind of draft comes without the known options of drafting, and a grammar without
         the known one. Raises InputError.
         """
-        known = {each.name for each in fields(self)} - {*OF_THE_COMMAND, *OF_THE_MODEL}
-        for name in changes.keys() & {*OF_THE_MODEL}:
+        known = names_of("call")
+        for name in changes.keys() & {*names_of("model")}:
             raise InputError(f"{name} is an option of load, not of a call", name)
-        for name in changes.keys() - known:
+        for name in changes.keys() - {*known}:
             raise InputError(f"no option is called {name}: give {', '.join(sorted(known))}", name)
         cleared: dict[str, Any] = {}
         if changes.get("draft", self.draft) != self.draft:
@@ -372,6 +392,11 @@ class Options:
 def flag_of(name: str) -> str:
     """Return the name of an option on the command line, where the prompt alone has no dashes."""
     return name if name == "prompt" else f"--{name.replace('_', '-')}"
+
+
+def names_of(scope: str) -> list[str]:
+    """Return the names of the options of a scope (see ``option``)."""
+    return [each.name for each in fields(Options) if each.metadata["scope"] == scope]
 
 
 HINTS = get_type_hints(Options)

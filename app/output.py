@@ -1,6 +1,6 @@
 """Output of ``generate.py``: samples as text or trace, statistics, comparison and JSON.
 
-Knows nothing of drafts and models.
+Chooses no draft and runs no step itself.
 """
 
 import json

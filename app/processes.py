@@ -81,7 +81,8 @@ class SharedSession(Session):
             if any(tokens != round.emitted for tokens, *_ in found):
                 raise InputError("the processes disagree: run all on the same kind of hardware")
             _, seconds, is_interrupted = found[0]
-            sample.timeline[-1] = round, seconds  # so that drafts that time rounds stay alike
+            # All ranks take rank 0's seconds: a draft that times rounds must decide alike on all.
+            sample.timeline[-1] = round, seconds
             yield round
             if is_interrupted:
                 raise KeyboardInterrupt

@@ -83,13 +83,16 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages, options: Options) -> l
     told the JSON schema, if any, at the end of the system message or, where the chat template
     refuses one, of the first message. Raises InputError as ``Tokenizer.encode_chat`` does.
     """
-    wanted = 'a message is {"role": ..., "content": ...}, two strings of UTF-8'
-    with explaining(wanted, (KeyError, TypeError, UnicodeError)):
+    with explaining(
+        'a message is {"role": ..., "content": ...}, two strings of UTF-8',
+        (KeyError, TypeError, UnicodeError),
+    ):
         "".join(each[name] for each in messages for name in ("role", "content")).encode()
     if options.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system}, *messages]
-    variables = read_json_option(options, "chat_template_kwargs")
-    encode = partial(tokenizer.encode_chat, variables=variables)
+    encode = partial(
+        tokenizer.encode_chat, variables=read_json_option(options, "chat_template_kwargs")
+    )
     if options.json_schema is None:
         return encode(messages)
     _, schema = read_grammar(options)
@@ -107,8 +110,8 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
     """
     if not (ids and 0 <= min(ids) <= max(ids) < config.vocab_size):
         raise InputError(
-            f"the prompt has no token ids, or some outside 0 to {config.vocab_size - 1}: unless"
-            " they were given, the tokenizer does not belong to this model"
+            f"the prompt has no token ids, or some outside 0 to {config.vocab_size - 1}: if you"
+            " gave no ids, the tokenizer is another model's"
         )
     if len(ids) >= context:
         raise InputError(

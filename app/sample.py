@@ -1,6 +1,6 @@
 """A text that is being written, and the cache that it is written on.
 
-Knows nothing of drafts, nor of how a text is written.
+Makes no draft, and runs no step but the reading of a prompt.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Slot:
     """KV cache for one text at a time (llama.cpp's name), the ``source`` of this text, and the
     tokens whose entries it holds.
 
-    The first ``in_chunks`` of them were read in the chunks of a whole prompt. ``draft_caches`` are
-    those of draft models.
+    The first ``in_chunks`` of them were read in the chunks of a whole prompt, from its beginning
+    on; later ones in short steps. ``draft_caches`` are those of draft models.
     """
 
     cache: KVCache
@@ -139,16 +139,22 @@ class Slot:
         rounded together, or those of the whole prompt. Only a text that ``continues`` goes on
         behind entries of short steps too, which round otherwise. So it may differ in rounding from
         one whose prompt is read anew.
+
+        Say a prompt of 700 tokens was read in chunks of 256, and 40 tokens were written after it:
+        ``in_chunks`` is 700. A new prompt that shares 710 tokens keeps the whole chunks of these
+        700, which are 512 tokens. The same prompt keeps all 700, and one that ``continues`` 710.
         """
         prompt = sample.source.tokens[:-1]
         start = common_prefix(self.tokens[: self.cache.length], prompt)
-        if not (sample.continues or start == self.in_chunks == len(prompt)):
+        is_same_prompt = start == self.in_chunks == len(prompt)
+        if not (sample.continues or is_same_prompt):
             start = min(start, self.in_chunks) // PREFILL_CHUNK * PREFILL_CHUNK
         self.tokens = prompt[:start]  # now: Ctrl-C may end the reading
         self.in_chunks = min(self.in_chunks, start)
         self.cache.truncate(start)
         if unread := prompt[start:]:
             target.prefill(torch.tensor([unread], device=target.device), self.cache, start)
+            # Chunks behind whole chunks are those of a fresh reading.
             if start == self.in_chunks and start % PREFILL_CHUNK == 0:
                 self.in_chunks = len(prompt)
         self.tokens = prompt

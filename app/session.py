@@ -2,7 +2,7 @@
 conversation with it.
 
 Everything that writes uses it: the command line, Python, the server, the benchmark and the search.
-Knows nothing of screens, sockets and argument lists.
+Knows nothing of screens, sockets and argument lists. Prints only notes, on standard error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from app.common.command_line import say
 from app.common.parsers import MODEL
 from app.drafts import Strategy, strategy_of
 from app.loaded import LoadedModel
-from app.options import OF_THE_MODEL, Options
+from app.options import Options, names_of
 from app.prompt import (
     Prompt,
     check_ids,
@@ -167,14 +167,7 @@ class Session(LoadedModel):
         )
         while text.finish is None:
             began = now(self.device)
-            with self.lock:
-                if slot.source is not text:
-                    raise InputError(
-                        "another call of the session cut this stream off: read a stream to its end,"
-                        " or load the model twice"
-                    )
-                round = self._next(rounds, sample)
-                slot.tokens = text.tokens[:-1]
+            round = self._next(rounds, sample, slot)
             sample.add(round, now(self.device) - began)
             sample.trouble = self.model.trouble  # a step may have fallen back
             self.written += len(round.emitted)
@@ -195,13 +188,23 @@ class Session(LoadedModel):
         sample.is_plain = strategy.policy.gamma == 0
         return strategy
 
-    def _next(self, rounds: Iterator[Round], sample: Sample) -> Round:
-        """Return the next round. If no token can follow, the error has the grammar's reason."""
-        try:
-            return next(rounds)
-        except DeadEnd as error:
-            reason = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
-            raise DeadEnd(reason or str(error)) from None
+    def _next(self, rounds: Iterator[Round], sample: Sample, slot: Slot) -> Round:
+        """Return the next round. Raises InputError where the slot has another text by now, and
+        where no token can follow: then with the grammar's reason.
+        """
+        with self.lock:
+            if slot.source is not sample.source:
+                raise InputError(
+                    "another call of the session cut this stream off: read a stream to its end,"
+                    " or load the model twice"
+                )
+            try:
+                round = next(rounds)
+            except DeadEnd as error:
+                reason = sample.grammar and sample.grammar.trouble_after(sample.source.tokens)
+                raise DeadEnd(reason or str(error)) from None
+            slot.tokens = sample.source.tokens[:-1]
+            return round
 
     def finish(self, sample: Sample) -> Sample:
         """Write a text to its end, and return it."""
@@ -368,7 +371,7 @@ class Chat:
 
 def load(model: str = MODEL["default"], **options: object) -> Session:
     """Return a loaded model, with the options of the command line: see ``Session``."""
-    of_model = {name: options.pop(name) for name in OF_THE_MODEL if name in options}
+    of_model = {name: options.pop(name) for name in names_of("model") if name in options}
     session = Session(Options(model=model, **of_model).merged(options))
     session.check_memory()
     _ = session.model  # loads it

@@ -16,8 +16,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
 def start() -> None:
-    """Prepare the process: what Ctrl-C does, how streams are read and printed, how long idle
-    threads spin. It comes before large libraries are imported.
+    """Prepare the process: what Ctrl-C does, and how streams are read and printed. It comes before
+    large libraries are imported.
 
     Ctrl-C ends the process at once until ``run_command`` begins: loading torch takes seconds, in
     which it would otherwise end in a traceback. Characters that the terminal cannot show are
@@ -31,9 +31,6 @@ def start() -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "replace")
-    # Number of times that an idle OpenMP thread of torch looks for work before it sleeps. While it
-    # looks, it keeps a core from other programs and from the threads of a compiled step.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def say(line: str) -> None:

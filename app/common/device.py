@@ -65,8 +65,8 @@ def machine(device: torch.device) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Set the C library to keep freed memory for the next step, which makes a step on a CPU 1.5
-    times as fast.
+    """Set the C library to keep freed memory for the next step of training, which makes a step on a
+    CPU 1.5 times as fast.
 
     By default large blocks go back to the system, which clears them again page by page.
     """

@@ -7,11 +7,12 @@ import secrets
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from app.characters import Labels, TextStream
+from app.characters import Labels, TextStream, new_decoder
 from app.output import as_json
 from app.sample import Sample
 from app.server.requests import ChatBody, CompletionBody
@@ -43,12 +44,24 @@ def replies(
         None if body.likeliest is None else Logprobs(sample.source, session.labels, body.likeliest)
     )
     is_first = True
+
+    def reply(text: str, **more: Any) -> dict[str, Any]:
+        """Return a reply with a part of the text, with what was not told yet of its tokens, and
+        ``more``. In a chat the first reply names the role.
+        """
+        shown: dict[str, Any] = {"text": text}
+        if body.is_chat:
+            role = {"role": "assistant"} if is_first else {}
+            shown = {"delta" if body.stream else "message": {**role, "content": text}}
+        told = logprobs and logprobs.pull(stream.shown, body.is_chat)
+        choice = {"index": 0, **shown, "logprobs": told, "finish_reason": None, **more}
+        return {**head, "choices": [choice]}
+
     for round in rounds(logprobs and logprobs.see):
         piece = stream.pull()
         if body.stream and (piece or body.trace):
-            told = logprobs and logprobs.pull(stream.shown, body.is_chat)
             trace = {"trace": trace_of(round, sample, session.labels)} if body.trace else {}
-            yield {**head, "choices": [choice(body, piece, is_first, told, **trace)]}
+            yield reply(piece, **trace)
             is_first = False
     finish = "length" if sample.finish == "length" else "stop"
     usage = {
@@ -57,32 +70,13 @@ def replies(
         "total_tokens": len(sample.source),
         "speculation": as_json(sample),
     }
-    rest = "" if body.stream else sample.text
-    told = logprobs and logprobs.pull(stream.shown, body.is_chat)
-    last = {**head, "choices": [choice(body, rest, is_first, told, finish_reason=finish)]}
-    if not body.stream:
+    last = reply("" if body.stream else sample.text, finish_reason=finish)
+    if body.stream:
+        yield last
+        if body.stream_options.get("include_usage"):
+            yield {**head, "choices": [], "usage": usage}
+    else:
         yield {**last, "usage": usage}
-        return
-    yield last
-    if body.stream_options.get("include_usage"):
-        yield {**head, "choices": [], "usage": usage}
-
-
-def choice(
-    body: CompletionBody | ChatBody,
-    text: str,
-    is_first: bool,
-    logprobs: dict[str, Any] | None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Return the one choice of a reply: a part of the text, the log probabilities of its tokens,
-    and ``more``. In a chat the first reply names the role.
-    """
-    shown: dict[str, Any] = {"text": text}
-    if body.is_chat:
-        role = {"role": "assistant"} if is_first else {}
-        shown = {"delta" if body.stream else "message": {**role, "content": text}}
-    return {"index": 0, **shown, "logprobs": logprobs, "finish_reason": None, **more}
 
 
 def trace_of(round: Round, sample: Sample, labels: Labels) -> dict[str, Any]:
@@ -111,7 +105,10 @@ class Logprobs:
         self.likeliest = likeliest
         # for each token its own entry and those of the likeliest, in OpenAI's form for chats
         self.entries: list[list[dict[str, Any]]] = []
-        self.told = 0
+        # of each token that was told, and of the next one, the characters of the text before it
+        self.offsets = [0]
+        self.decoder = new_decoder()
+        self.decoded = 0  # characters
 
     def see(self, logits: Tensor) -> None:
         """Add entries of the tokens that a round added to the text: an observer of the loop.
@@ -136,13 +133,15 @@ class Logprobs:
         """Return what was not told yet, in the form of chats or of completions.
 
         It ends with the last token within the first ``end`` bytes of prompt and text or, once the
-        text is finished, with its last token.
+        text is finished, with its last token. An offset counts an unfinished character as one.
         """
         begins = self.text.begins[self.text.prompt_length :]
         count = len(self.entries) if self.text.finish else bisect_right(begins, end) - 1
-        new = slice(self.told, count)
-        self.told = count
+        new = slice(len(self.offsets) - 1, count)
         entries = self.entries[new]
+        for begin, end in pairwise(begins[new.start : count + 1]):
+            self.decoded += len(self.decoder.decode(bytes(self.text.data[begin:end])))
+            self.offsets.append(self.decoded + bool(self.decoder.getstate()[0]))
         if is_chat:
             return {"content": [own | {"top_logprobs": top} for own, *top in entries]}
         return {
@@ -151,8 +150,5 @@ class Logprobs:
             "top_logprobs": [
                 {each["token"]: each["logprob"] for each in top} for _, *top in entries
             ],
-            "text_offset": [
-                len(self.text.data[begins[0] : begin].decode(errors="replace"))
-                for begin in begins[new]
-            ],
+            "text_offset": self.offsets[new],
         }

@@ -73,8 +73,13 @@ async def respond(
 
     An error before that has a status of its own, also where a stream was asked for.
     """
-    if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
-        raise HTTPException(400, f"send a Content-Length, of at most {MAX_BODY} bytes")
+    if (
+        "transfer-encoding" in request.headers  # its chunks may be longer than a stated length
+        or int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY
+    ):
+        raise HTTPException(
+            400, f"send a Content-Length, of at most {MAX_BODY} bytes, and no Transfer-Encoding"
+        )
     body = kind.model_validate_json(await request.body())
     model_named(worker.session, body.model or worker.session.name)
     # In another thread, since a grammar may take long to read.

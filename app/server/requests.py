@@ -11,7 +11,6 @@ Knows nothing of sockets and of how a text is written.
 """
 
 import re
-from abc import abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,7 +28,7 @@ from pydantic import (
 )
 
 from app.drafts import KINDS
-from app.options import OF_THE_COMMAND, OF_THE_MODEL, Options
+from app.options import Options, names_of
 from app.prompt import LARK_START
 from app.sample import Sample
 from app.session import Session
@@ -52,7 +51,7 @@ NEUTRAL = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
 }
-OF_A_CALL = {each.name for each in fields(Options)} - {*OF_THE_MODEL, *OF_THE_COMMAND}
+OF_A_CALL = {*names_of("call")}
 # An option in the errors of the command line: --exit-layer, --no-chat, or top-p as the first word
 DASHED = "|".join(each.name.replace("_", "-") for each in fields(Options))
 FLAG = re.compile(rf"(?:--|^)((?:no-)?(?:{DASHED}))(?![\w-])")
@@ -84,7 +83,9 @@ class Body(BaseModel):
         known = {  # as requests spell them
             spelling
             for name, field in cls.model_fields.items()
-            for spelling in getattr(field.validation_alias, "choices", [name])
+            for spelling in getattr(
+                field.validation_alias, "choices", [field.validation_alias or name]
+            )
         }
         return {
             name: value
@@ -180,7 +181,9 @@ class TextBody(Body):
     need more copies of the weights or a step of its own. The copies of a ``draft`` are made once,
     and ``LoadedModel.prepare`` checks that they fit.
 
-    With ``trace`` a stream tells the verdicts of each round.
+    With ``trace`` a stream tells the verdicts of each round. Each kind of body has ``likeliest``:
+    the number of likeliest tokens whose log probabilities are told in the place of each token,
+    beside its own. If it is None, no log probabilities are told.
     """
 
     # Options as the command line gives them
@@ -211,13 +214,6 @@ class TextBody(Body):
     stream_options: dict[Literal["include_usage"], bool] = Field(default_factory=dict)
     trace: bool = False
 
-    @property
-    @abstractmethod
-    def likeliest(self) -> int | None:
-        """Number of likeliest tokens whose log probabilities are told in the place of each token,
-        beside its own; None: no log probabilities are told.
-        """
-
     def options(self) -> dict[str, Any]:
         """Return the options that the request gives. Raises InputError."""
         given = self.model_dump(include=OF_A_CALL, exclude_none=True)
@@ -230,12 +226,7 @@ class CompletionBody(TextBody):
 
     is_chat: ClassVar[bool] = False
     prompt: Annotated[Any, AfterValidator(only_prompt)]
-    logprobs: Likeliest = None
-
-    @property
-    def likeliest(self) -> int | None:
-        """See ``TextBody``."""
-        return self.logprobs
+    likeliest: Likeliest = Field(None, validation_alias="logprobs")
 
 
 class ChatBody(TextBody):

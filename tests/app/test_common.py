@@ -197,20 +197,24 @@ if __name__ == "__main__":  # before anything that takes long to import
 
 
 @pytest.mark.parametrize(
-    ("module", "action", "status"),
+    ("program", "module", "action", "status"),
     [
-        ("torch.nn", "os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),  # 130 in a shell
-        ("torch", "os._exit(os.environ.get('GOMP_SPINCOUNT') != '1000')", 0),
+        # 130 in a shell
+        (["generate.py"], "torch.nn", "os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        *(
+            (program, "torch", "os._exit(os.environ.get('GOMP_SPINCOUNT') != '1000')", 0)
+            for program in (["generate.py"], ["-c", "import specdec; specdec.load"])
+        ),
     ],
-    ids=["Ctrl-C", "threads"],
+    ids=["Ctrl-C", "threads", "threads of a Python program"],
 )
 def test_while_a_command_is_imported_ctrl_c_is_silent_and_idle_threads_are_told_to_sleep(
-    module: str, action: str, status: int, tmp_path: Path
+    program: list[str], module: str, action: str, status: int, tmp_path: Path
 ) -> None:
     """What is done when the module is imported. Torch reads the variable when it is loaded."""
     (tmp_path / "sitecustomize.py").write_text(WATCH.format(module=module, action=action))
     done = subprocess.run(
-        [sys.executable, "generate.py", "--help"],
+        [sys.executable, *program, "--help"],
         cwd=ROOT,
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,

@@ -118,10 +118,6 @@ def test_a_command_line_fills_the_same_options() -> None:
     assert parse([]) == Options()
 
 
-def test_a_rule_without_a_seed_is_the_same_at_each_look() -> None:
-    assert Options(temperature=1.0).rule == Options(temperature=1.0).rule
-
-
 def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
     exits = Options(draft="exit", exit_layer=3, gamma=2, trace=True)
     assert exits.merged({"draft": "lookup"}) == Options(draft="lookup", trace=True)
@@ -194,7 +190,7 @@ def test_numbers_and_schemas_of_any_size_are_taken_or_refused(
             (prompt, "a string that is not empty", "a string that is not empty")
             for prompt in ("", " ", None, 3, [], ["Hello"], [True], b"Hello")
         ),
-        ([1 << 20], "unless they were given, the tokenizer does not belong", "must be a string"),
+        ([1 << 20], "if you gave no ids, the tokenizer is another model's", "must be a string"),
         ([-1], "some outside 0 to", "must be a string"),
         ([{"role": "user"}], "a message is", "must be a string"),
         ([{"role": "user", "content": "\ud800"}], "a message is", "must be a string"),
@@ -253,8 +249,7 @@ def test_python_gives_paths_dtypes_devices_and_single_strings(
     loaded = generate.load(
         Path("~/thinker"), dtype=torch.float32, device=torch.device("cpu"), max_new_tokens=8
     )
-    assert (loaded.folder, loaded.dtype) == (thinker, torch.float32)
-    assert loaded.options.device == "cpu"
+    assert (loaded.folder, loaded.dtype, loaded.options.device) == (thinker, torch.float32, "cpu")
     for stops in ("x", ["x"], ("x",)):
         assert loaded.options.merged({"stop": stops}).stop == ("x",)
 
@@ -295,13 +290,25 @@ def test_a_text_is_one_of_a_schema_an_expression_or_a_grammar(
             assert re.fullmatch(f"{expected}q", sample.text)
 
 
-def test_a_schema_comes_through_a_pipe_too(chat_model: Path) -> None:
-    """Its text is told to the model and constrains the answer, but a pipe is read once."""
+@pytest.mark.parametrize(
+    ("option", "content", "draft", "written"),
+    [
+        ("json_schema", SCHEMA, "none", f"{JSON}q by plain"),
+        ("plan", {"attn": [2], "mlp": [1]}, "skip", "(.|\n)* by skipping 1 attention and 1 MLP .*"),
+    ],
+)
+def test_a_schema_and_a_plan_come_through_pipes_too(
+    option: str, content: dict[str, Any], draft: str, written: str, chat_model: Path
+) -> None:
+    """A schema is told to the model and constrains the answer. A plan takes memory and drafts. But
+    a pipe is read once.
+    """
     end, into = os.pipe()
-    os.write(into, json.dumps(SCHEMA).encode())
+    os.write(into, json.dumps(content).encode())
     os.close(into)
-    session = generate.load(str(chat_model), draft="none", json_schema=f"/dev/fd/{end}")
-    assert re.fullmatch(f"{JSON}q", session.write(PROMPT, max_new_tokens=64).text)
+    session = generate.load(str(chat_model), draft=draft, **{option: f"/dev/fd/{end}"})
+    sample = session.write(PROMPT, max_new_tokens=64)
+    assert re.fullmatch(written, f"{sample.text} by {sample.draft}")
 
 
 @pytest.mark.parametrize(

@@ -307,9 +307,20 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
     assert "\n" not in error["message"] and "--" not in error["message"]
 
 
+def test_a_body_in_chunks_is_refused_whatever_length_is_stated(served: Served) -> None:
+    _, answer = served.ask(
+        TEXT,
+        b"2\r\n{}\r\n0\r\n\r\n",
+        **{"Transfer-Encoding": "chunked", "Content-Length": "7"},
+    )
+    assert "no Transfer-Encoding" in answer["error"]["message"]
+
+
 def test_an_error_names_options_as_a_request_does_and_quotes_it_as_it_is() -> None:
-    told, _ = complaint(InputError("top-p and --exit-layer: found '--own-word' and 'top-p'"))
-    assert told == "top_p and exit_layer: found '--own-word' and 'top-p'"
+    assert complaint(InputError("top-p and --exit-layer: found '--own-word' and 'top-p'")) == (
+        "top_p and exit_layer: found '--own-word' and 'top-p'",
+        None,
+    )
 
 
 def test_a_request_gives_every_option_of_a_call_but_those_that_are_the_servers_own() -> None:
