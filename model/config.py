@@ -4,10 +4,9 @@ Each family is a row of the table ``FAMILIES``: the block that computes it, and 
 reads. Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5
 (``rope_parameters``).
 
-A field has the first value that is there: what the file says, the family's default (``keys``), or
-the ``default`` of the ``_read`` that asks for it. A null in the file is no value, except for
-``NULLABLE`` keys, where it comes before the family's default. A key of ``IF_UNREAD`` that the
-family does not name is never read from the file: it has the value of that table.
+A field has the first of these values: the file's, the family's default (``keys``), the default that
+is given to ``_read``. A null in the file, or in an object of it, is no value, except for
+``NULLABLE`` keys. Keys of ``IF_UNREAD`` that a family does not name are ignored in the file.
 """
 
 import math
@@ -47,7 +46,7 @@ class Family:
     """Row of the table of families.
 
     ``block`` is the readable file that computes it. ``keys`` are the family's defaults for keys
-    that a file may lack. Of the keys in ``IF_UNREAD`` it reads only those named here.
+    that a file may lack.
     ``activation`` is that of the MLP. With ``scaled_embedding`` the embeddings are multiplied by
     √hidden. ``biased`` names the projections of q, k, v and o that have a bias in every checkpoint.
     With ``head_norms`` each head of q and k is normed before it is rotated. With ``two_ropes``
@@ -65,7 +64,7 @@ class Family:
     fits_float16: bool = True
 
 
-# Keys that only some families read, with their values in all others, whatever a file says.
+# Keys that only some families read, with their values in all others.
 IF_UNREAD = {
     "attention_bias": False,  # of all four projections
     "mlp_bias": False,
@@ -80,7 +79,7 @@ IF_UNREAD = {
     "max_window_layers": 0,
     "sliding_window_pattern": None,
 }
-# Keys whose null is a value. Any other null is as good as no key.
+# Keys whose null is a value: there is no window, no cap and so on.
 NULLABLE = {key for key, value in IF_UNREAD.items() if value is None} | {"mscale", "mscale_all_dim"}
 # Keys that several families read.
 WINDOWS = {"sliding_window": 4096, "layer_types": None}
@@ -203,7 +202,7 @@ def parse_config(source: Any) -> ModelConfig:
     family = FAMILIES[_one_of("model_type", source.get("model_type"), FAMILIES)]
     key, names = ACTIVATION_NAMES[family.activation]
     _one_of(key, source.get(key) or family.activation, names)
-    _one_of("is_causal", source.get("is_causal", True), [True])
+    _one_of("is_causal", source.get("is_causal"), [True, None])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
     raw = _fields(source, family)
     read = partial(_read, raw)
@@ -248,18 +247,18 @@ def parse_config(source: Any) -> ModelConfig:
 
 
 def _fields(source: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of ``config.json`` as the family reads them, with its defaults.
-
-    The file's value comes before the family's default. A null counts only where it is a value. A
-    key of ``IF_UNREAD`` that the family does not name keeps the value that it has there.
-    """
-    unread = IF_UNREAD.keys() - family.keys
+    """Return the fields of ``config.json`` as the family reads them, with its defaults."""
     given = {
         key: value
-        for key, value in source.items()
-        if key not in unread and (value is not None or key in NULLABLE)
+        for key, value in _present(source).items()
+        if key in family.keys or key not in IF_UNREAD
     }
     return IF_UNREAD | family.keys | given
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields without nulls, but for those of ``NULLABLE`` keys."""
+    return {key: value for key, value in fields.items() if value is not None or key in NULLABLE}
 
 
 def _layer_kinds(raw: dict[str, Any]) -> list[str]:
@@ -357,10 +356,9 @@ def _read(
     largest: int = LARGEST,
 ) -> Any:
     """Return a field as an int from ``smallest`` to ``largest``, a float above 0, a bool or an
-    object; ``default`` where it is absent or null, and None for a null of ``NULLABLE`` keys.
+    object without its nulls; ``default`` where it is absent. Only ``NULLABLE`` keys can be None.
     """
-    value = raw.get(key)
-    value = default if value is None else value
+    value = raw.get(key, default)
     if value is None and key in NULLABLE:
         return None
     fits, wanted = {
@@ -374,4 +372,4 @@ def _read(
     }[kind]
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
-    return kind(value)
+    return _present(value) if kind is dict else kind(value)

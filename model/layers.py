@@ -94,7 +94,7 @@ def yarn_borders(rope: Rope, head_dim: int) -> tuple[float, float]:
     return first, last + 0.001 * (first == last)  # as in transformers, no division by 0
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)  # a model has up to two ropes, and its texts have several sizes
 @torch.inference_mode(False)  # the cached tensors must serve training too
 def rotary_table(
     rope: Rope, head_dim: int, size: int, dtype: torch.dtype, device: torch.device
@@ -192,6 +192,8 @@ def causal_mask(
 class Attend(Protocol):
     """Attention of one layer: q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H ->
     ``[B, H, T, D]``. The caller of the layers chooses it: see ``Positions``.
+
+    ``newest`` is the window of a plan. Layers do not pass it: the caller binds it before.
     """
 
     def __call__(
@@ -203,6 +205,7 @@ class Attend(Protocol):
         *,
         scale: float,
         soft_cap: float | None,
+        newest: int | None = None,
     ) -> Tensor:
         """Return the values of S positions, weighted for the T queries."""
 

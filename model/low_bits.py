@@ -20,7 +20,8 @@ class PlannedBlocks:
     """Blocks and head of a decoder under any plan.
 
     A low-bit copy is made when a plan first asks for it, and kept. Its products are references:
-    they save neither time nor memory. A subclass may make others.
+    they save neither time nor memory. ``FourBitBlocks`` of ``model.fast`` makes faster ones. Where
+    no kernel takes the weights, its copy is None, and the model's own product serves.
     """
 
     def __init__(self, model: nn.Module) -> None:

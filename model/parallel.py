@@ -68,12 +68,15 @@ class Shard:
                 f" {fit}"
             )
 
-    def part(self, length: int, unit: int = 1) -> range:
-        """Return the indices of the rank, of ``length`` units with ``unit`` indices each: at least
-        one unit. Ranks may share a key head. Raises InputError where they would share another unit,
-        whose products would be summed twice.
+    def part(self, size: str, unit: int = 1) -> range:
+        """Return the indices of the rank along the dimension that the config gives as ``size``. It
+        has that many units of ``unit`` indices each; a rank has at least one unit.
+
+        Ranks may share a key head. Raises InputError where they would share another unit, whose
+        products would be summed twice.
         """
-        if length < self.size and length != self.config.num_kv_heads:
+        length = getattr(self.config, size)
+        if length < self.size and size != "num_kv_heads":
             raise InputError(
                 f"{length} parts of this model do not divide over {self.size} processes: start at"
                 f" most {length}"
@@ -86,10 +89,10 @@ class Shard:
         """Config of the rank's model."""
         return replace(
             self.config,
-            vocab_size=len(self.part(self.config.vocab_size)),
-            num_heads=len(self.part(self.config.num_heads)),
-            num_kv_heads=len(self.part(self.config.num_kv_heads)),
-            intermediate_size=len(self.part(self.config.intermediate_size)),
+            **{
+                size: len(self.part(size))
+                for size in ("vocab_size", "num_heads", "num_kv_heads", "intermediate_size")
+            },
         )
 
     def cut(self, name: str) -> Cut:
@@ -97,8 +100,8 @@ class Shard:
         product, kind = name.split(".")[-2:]
         if product not in DIVIDED or (kind == "bias" and DIVIDED[product][0] == 1):
             return None
-        dimension, *sizes = DIVIDED[product]
-        return dimension, self.part(*(getattr(self.config, size) for size in sizes))
+        dimension, size, *unit = DIVIDED[product]
+        return dimension, self.part(size, *(getattr(self.config, each) for each in unit))
 
 
 def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
@@ -138,7 +141,7 @@ def split(model: Decoder, shard: Shard) -> Decoder:
     returns those of this rank's part of the vocabulary. ``model.fast`` refuses it.
     """
     size = shard.config.vocab_size
-    vocab = shard.part(size)
+    vocab = shard.part("vocab_size")
     model.embed_tokens = SplitEmbedding(model.embed_tokens.weight, vocab)
     for block in model.layers:
         for sublayer, bias in (

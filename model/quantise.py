@@ -9,10 +9,10 @@ a ``zero``: weight ≈ code · scale + zero, with codes of 0 to 15. Groups are s
 large weight does not coarsen a whole row. In eight bits a row is one group, zero is 0, and codes
 are -127 to 127.
 
-Errors are weighted with the mean square of the input that the weight is multiplied by (the
-importance matrix of llama.cpp). Scale and zero of a group are those with the least weighted error
-of a few candidates: ranges with more or less cut off at both ends, each then fitted to its codes by
-least squares.
+In four bits errors are weighted with the mean square of the input that the weight is multiplied by
+(the importance matrix of llama.cpp). Scale and zero of a group are those with the least weighted
+error of a few candidates: ranges with more or less cut off at both ends, each then fitted to its
+codes by least squares.
 
 Knows nothing of plans and models.
 """
@@ -29,7 +29,7 @@ GROUP = 32  # weights that share scale and zero, in four bits
 LEVELS = 15  # the largest code, in four bits
 CUTS = 2  # candidates: a group's range with 0 or 1 steps cut off at each end
 FITS = 2  # least-squares fits per candidate
-CHUNK = 1 << 22  # weights rounded at a time, in float32
+CHUNK = 1 << 22  # weights rounded at a time to four bits, in float32
 
 
 class Quantised(NamedTuple):
@@ -115,15 +115,16 @@ def shares_of(importance: Tensor | None, columns: int, device: torch.device) -> 
 def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Quantised:
     """Return the rounded ``[out, in]`` weights, in codes of 4 or 8 bits.
 
-    ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
-    error of a group is at most that of half an even step per weight, from its least to its largest
-    weight, plus the rounding of scale and zero to bfloat16. A last group of fewer than 32 columns
-    has its own scale. Raises ValueError for other bits.
+    ``importance`` ``[in]`` is the mean square of each input, 1 by default; eight bits do without.
+    In four bits the weighted squared error of a group is at most that of half an even step per
+    weight, from its least to its largest weight, plus the rounding of scale and zero to bfloat16. A
+    last group of fewer than 32 columns has its own scale. Raises ValueError for other bits.
     """
     columns = weight.shape[1]
     if bits == 8:
-        scale = torch.linalg.vector_norm(weight.float(), torch.inf, 1, keepdim=True) / 127
-        codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
+        scale = weight.abs().amax(1, keepdim=True).float() / 127
+        # in place, since the whole matrix is in float32 here
+        codes = (weight / scale.where(scale > 0, 1)).round_().clamp_(-127, 127)
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale))
     if bits != 4:
         raise ValueError(f"weights are rounded to 4 or 8 bits, not to {bits}")

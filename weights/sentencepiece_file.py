@@ -47,9 +47,14 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
         if word[:cut] in words and word[cut:] in words
     ]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    unknown = pieces[source.unk_id()]
     library = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocabulary,
+            merges,
+            unk_token=pieces[source.unk_id()],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
     adds_space = source.DecodePieces([SPACE_MARK + "a"]) == "a"
     library.decoder = decoders.Sequence(

@@ -66,10 +66,10 @@ class Tokenizer:
     ``names``         names of some control tokens by role, such as "bos_token"; "" for a role
                       without one
     ``any_name``      pattern of all their names; without names it matches nothing
-    ``stand_in``      a random word, which the library has as a token of its own: it stands for a
-                      control token in the text of parts that are encoded together
-    ``hiding_mark``   another one, which hides the typed name of a control token while a chat
-                      template is rendered: it comes after each character of the name
+    ``stand_in``      a random word that is read: the library has it as a token of its own, and it
+                      stands for a control token in the text of parts that are encoded together
+    ``hiding_mark``   a random word that is removed again: while a chat template is rendered it
+                      comes after each character of the typed name of a control token, and hides it
     """
 
     def __init__(self, folder: Path) -> None:
@@ -186,7 +186,7 @@ class Tokenizer:
         rest = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
             name = tokens[number].content
-            # longer hidden names are broken up by the mark; one of one character has it only behind
+            # The mark breaks up longer names. A name of one character is only followed by it.
             is_hidden = text.startswith(self.hiding_mark, end)
             if name in self.special and not is_hidden:
                 parts += text[rest:begin], self.special[name]
@@ -236,7 +236,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to the text: none for an id outside the vocabulary."""
-        return self.pieces[token] if token < len(self.pieces) else b""
+        return self.pieces[token] if 0 <= token < len(self.pieces) else b""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens from its beginning; bytes that are not UTF-8 become

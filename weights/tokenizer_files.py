@@ -88,8 +88,9 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[int, Ad
     Raises errors of several kinds for a form that transformers does not write.
     """
     given = {role: settings.get(role) or "" for role in NAMED_TOKENS}
-    names = {
-        role: name["content"] if isinstance(name, dict) else name for role, name in given.items()
+    names = {  # AddedToken raises TypeError for what is no text
+        role: AddedToken(name["content"] if isinstance(name, dict) else name).content
+        for role, name in given.items()
     }
     listed = {
         int(number): AddedToken(**entry)

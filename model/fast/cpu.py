@@ -110,8 +110,8 @@ class FastDecoder(PreparedDecoder):
         possible.
 
         Each call has its own cache. The logits of a call have the same bits as alone. Raises
-        IndexError for ids outside of the vocabulary, and ValueError where a cache is of another
-        batch or dtype, or as ``LayerPlan.of`` and ``KVCache.check`` do, before any cache changes.
+        IndexError for ids outside of the vocabulary, and ValueError where a cache does not fit, as
+        ``LayerPlan.of`` and ``Steps.check`` do, before any cache changes.
         """
         plan = LayerPlan.of(self.num_layers, plan)
         if not calls:

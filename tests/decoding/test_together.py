@@ -224,7 +224,7 @@ def test_an_ended_loop_and_an_error_leave_the_caller_and_the_other_loops_as_they
     shared = Together(LLAMA)
 
     def fail() -> None:
-        shared(torch.zeros(1, 1, dtype=torch.int64), LLAMA.new_cache(8))
+        shared(torch.zeros(1, 1, dtype=torch.int64), LLAMA.new_cache(8), 0)
         raise DeadEnd("no")
 
     shared.start(fail)

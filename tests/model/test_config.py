@@ -89,6 +89,22 @@ assert CONTEXTS.keys() == FAMILIES.keys()
             GEMMA | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
             {"attention_soft_cap": None, "final_soft_cap": None},
         ),
+        (
+            QWEN2 | {"is_causal": None, "rope_theta": None},
+            {"ropes": (Rope(1e4, "default", 64),) * 4},
+        ),
+        *(
+            (
+                LLAMA
+                | {"rope_theta": 5e5, "original_max_position_embeddings": 32}
+                | {
+                    key: LLAMA3_ROPE
+                    | {"rope_theta": None, "original_max_position_embeddings": None}
+                },
+                {"ropes": (Rope(5e5, "llama3", 32, 8.0, 1.0, 4.0),) * 4},
+            )
+            for key in ("rope_scaling", "rope_parameters")
+        ),
         *(
             (
                 LLAMA | {"model_type": family, "max_position_embeddings": None},
@@ -97,7 +113,8 @@ assert CONTEXTS.keys() == FAMILIES.keys()
             for family, size in CONTEXTS.items()
         ),
     ],
-    ids=["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "null caps"]
+    ids=["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "null caps", "nulls"]
+    + ["nulls in rope_scaling", "nulls in rope_parameters"]
     + [f"the context of {family}" for family in CONTEXTS],
 )
 def test_absent_fields_have_the_published_values(raw, published):

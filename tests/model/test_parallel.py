@@ -90,9 +90,10 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
 
 
 def test_only_key_heads_are_shared() -> None:
-    shard = Shard(parse_config(small(num_attention_heads=4, num_key_value_heads=1)), 2, 4)
-    assert shard.part(1) == range(1)
-    assert "2 parts of this model do not divide over 4 processes" in refusal(shard.part, 2)
+    """Also where the MLP has as many parts."""
+    shard = Shard(parse_config(config("llama", 2, intermediate_size=2)), 2, 4)
+    assert shard.cut("k_proj.weight") == (0, range(4, 8))
+    assert "2 parts of this model do not divide over 4" in refusal(shard.cut, "up_proj.weight")
 
 
 def test_a_split_model_has_no_faster_steps() -> None:

@@ -246,22 +246,31 @@ def test_the_chunks_of_a_prompt_end_at_multiples_of_their_size_however_it_is_spl
 
 
 @pytest.mark.parametrize(
-    ("ids", "batch", "dtype", "said"),
+    ("ids", "batch", "other", "said"),
     [
-        ([[1, VOCAB]], 1, torch.bfloat16, "a token id is no whole number in 0..36"),
-        ([[-1]], 1, torch.bfloat16, "a token id is no whole number in 0..36"),
-        ([[1.5]], 1, torch.bfloat16, "a token id is no whole number in 0..36"),
-        ([[1], [2]], 1, torch.bfloat16, "a cache for 1 texts .* does not fit 2 texts"),
-        ([[1]], 2, torch.bfloat16, "a cache for 2 texts .* does not fit 1 texts"),
-        ([[1]], 1, torch.float32, "in torch.float32 does not fit .* in torch.bfloat16: take one"),
-        ([[1, 2, 3, 4, 5]], 1, torch.bfloat16, "position 4 is outside the cache's 4 positions"),
+        ([[1, VOCAB]], 1, {}, "a token id is no whole number in 0..36"),
+        ([[-1]], 1, {}, "a token id is no whole number in 0..36"),
+        ([[1.5]], 1, {}, "a token id is no whole number in 0..36"),
+        ([[1], [2]], 1, {}, "a cache for 1 texts .* does not fit 2 texts"),
+        ([[1]], 2, {}, "a cache for 2 texts .* does not fit 1 texts"),
+        (
+            [[1]],
+            1,
+            {"dtype": torch.float32},
+            "in torch.float32 does not fit .* in torch.bfloat16: take one",
+        ),
+        ([[1]], 1, {"layers": 2}, "of 2 layers .* does not fit .* of 3 layers"),
+        ([[1]], 1, {"layers": 4}, "of 4 layers .* does not fit .* of 3 layers"),
+        ([[1]], 1, {"num_key_value_heads": 1}, "with 1 key heads .* does not fit .* 2 key heads"),
+        ([[1]], 1, {"head_dim": 24}, "of size 24, .* does not fit .* of size 20,"),
+        ([[1, 2, 3, 4, 5]], 1, {}, "position 4 is outside the cache's 4 positions"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused_before_any_cache_is_claimed(
-    ids: list[list[float]], batch: int, dtype: torch.dtype, said: str
+    ids: list[list[float]], batch: int, other: dict[str, Any], said: str
 ) -> None:
     model = accelerate(random_model("llama"))
-    caches = model.new_cache(4), random_model("llama", dtype).new_cache(4, batch)
+    caches = model.new_cache(4), random_model("llama", **other).new_cache(4, batch)
     with pytest.raises((IndexError, ValueError), match=said):
         model.together([(tokens_for(2), caches[0], 0), (torch.tensor(ids), caches[1], 0)])
     assert [cache.length for cache in caches] == [0, 0]
