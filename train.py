@@ -133,9 +133,8 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
         kept = torch.rand(len(rates), options.batch, generator=generator) >= rates
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
             loss = recipe_loss(model, tokens, kept.to(model.device), weights, options.exit_teaching)
-        part_of_mean = loss / options.accumulate
-        part_of_mean.backward()
-        mean += part_of_mean.detach()
+        (loss / options.accumulate).backward()
+        mean += loss.detach() / options.accumulate
     return mean.item()
 
 
