@@ -102,7 +102,7 @@ OPTIONS: Groups = {
         "--context": {
             "type": within(int, 1),
             "nargs": "+",
-            "default": (),
+            "default": [],
             "metavar": "N",
             "help": "measure texts after N tokens of this project's documents and a request, beside"
             " them only what --only names",

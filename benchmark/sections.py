@@ -83,8 +83,10 @@ class Bench:
         session = self.session
         begun = (begin(session, session.options, case).source for case in cases)
         slot = session.new_slot(max(text.longest for text in begun))
-        options = {"plain": session.options, **drafts}
-        ours = {name: partial(write, session, slot, each) for name, each in options.items()}
+        ours = {
+            name: partial(write, session, slot, options)
+            for name, options in {"plain": session.options, **drafts}.items()
+        }
         return compare(ours | libraries, cases, session.device, [case.kind for case in cases])
 
 

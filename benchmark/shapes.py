@@ -93,7 +93,6 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
     Raises InputError where its weights do not fit into memory.
     """
     model = shape_model(shape, dtype, device, max(PROMPT_LENGTHS))
-    size = {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6}
     cache = model.new_cache(max(PROMPT_LENGTHS))
     plans = plans_of(model)
     if "low bits" in plans:
@@ -106,10 +105,17 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
         if row["step"] != "verification":
             row |= {f"at {a}": costs.best(a, row["plain rounds"])[0] for a in ACCEPTANCES}
     for count in PROMPT_LENGTHS:
-        tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
-        _, seconds = timed(device, model.prefill, tokens, cache)
+        _, seconds = timed(
+            device,
+            model.prefill,
+            torch.zeros(1, count, dtype=torch.int64, device=device),
+            cache,
+        )
         rows.append({"step": "prompt", "tokens": count, "ms": 1e3 * seconds})
-    return [size | row for row in rows]
+    return [
+        {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6} | row
+        for row in rows
+    ]
 
 
 def accepting(rate: float) -> Verify:
@@ -154,8 +160,13 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
     model = shape_model(shape, dtype, device, TOKENS)
     plain = seconds_per_token(model, None, 0.0)
     read = bytes_read(model.config, LayerPlan.full(model.num_layers), dtype.itemsize)
-    share = read / plain / bandwidth(device)
-    rows: list[Row] = [{"decoder": "plain", "tokens/s": 1 / plain, "of the bandwidth": share}]
+    rows: list[Row] = [
+        {
+            "decoder": "plain",
+            "tokens/s": 1 / plain,
+            "of the bandwidth": read / plain / bandwidth(device),
+        }
+    ]
     for name, plan in plans_of(model).items():
         for rate in ROUNDS_ACCEPT:
             seconds = seconds_per_token(model, plan, rate)

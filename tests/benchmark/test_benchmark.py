@@ -77,8 +77,10 @@ def test_costs_are_those_of_each_step_and_first_tokens_those_of_short_prompts(
     report: dict[str, Any],
 ) -> None:
     steps = [(row["step"], row["tokens"]) for row in report["costs"]]
-    assert steps[:5] == [("verification", rows) for rows in (1, 2, 4, 8, 16)]
-    assert steps[5:] == [(f"draft step, {name}", 1) for name in DRAFTS]
+    assert steps == [
+        *(("verification", rows) for rows in (1, 2, 4, 8, 16)),
+        *((f"draft step, {name}", 1) for name in DRAFTS),
+    ]
     first = [(row["decoder"], row["tokens"]) for row in report["first-token"]]
     assert first == [(way, length) for length in (8, 64) for way in ("plain", "transformers")]
 
@@ -158,8 +160,9 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
     """
     folder = write_folder(tmp_path)
     noted = []
-    library = (lambda *given: noted.append(given) or {}, "")
-    monkeypatch.setitem(command.ways.LIBRARIES, "transformers", library)
+    monkeypatch.setitem(
+        command.ways.LIBRARIES, "transformers", (lambda *given: noted.append(given) or {}, "")
+    )
 
     def drafts(*more: str, **plan: Any) -> list[str]:
         (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
