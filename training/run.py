@@ -170,8 +170,8 @@ OPTIONS: Groups = {
 
 @dataclass
 class Run:
-    """Part of a state beside the model and its optimisers: the options that a run was begun with,
-    as text, the steps that are done, and the records of its log.
+    """State of a run without its model and optimisers: the options that it was begun with, as text,
+    the number of steps that are done, and the records of its log.
     """
 
     options: dict[str, str]
