@@ -1,8 +1,8 @@
 """LayerSkip training (arXiv 2404.16710, section 4.1) of a model whose early layers can draft.
 
 The recipe's equations are in ``training/recipe.py``; ``train`` is an ordinary training loop. Every
-random choice of a step follows from (seed, step, micro-batch) alone. So a killed run continues to
-the same weights. Knows nothing of the files of a run, which ``training/run.py`` reads and writes.
+random choice of a step follows from (seed, step, micro-batch) alone, so a killed run continues to
+the same weights. The files of a run are read and written by ``training/run.py``.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -25,10 +25,10 @@ from app.common.parsers import script
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import (
-    CURRICULA,
     dropout_rates,
     evaluate,
     exit_weights,
+    exits_on,
     growth_from_scratch,
     recipe_loss,
 )
@@ -50,11 +50,11 @@ def train(options: argparse.Namespace) -> None:
     model, rows, held_out, tokenizer_from = prepare_run(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
-    state = load_run(options, model, optimisers, rows, tokenizer_from)
+    run = load_run(options, model, optimisers, rows, tokenizer_from)
     began = monotonic()
-    next_save = FIRST_SAVE  # seconds since then, as the next one
+    next_save = FIRST_SAVE  # seconds after ``began``; so is ``next_note``
     next_note = 0.0
-    for step in range(state["step"], options.steps):
+    for step in range(run.step, options.steps):
         done = step + 1
         loss = backward(model, rows, options, step)
         norm = clip_grad_norm_(model.parameters(), max_norm=LARGEST_NORM).item()
@@ -69,16 +69,16 @@ def train(options: argparse.Namespace) -> None:
                 group["lr"] = optimiser.defaults["lr"] * rate
             optimiser.step()
             optimiser.zero_grad()
-        state["step"] = done
-        state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": rate})
+        run.step = done
+        run.records.append({"step": done, "loss": loss, "norm": norm, "rate": rate})
         is_milestone = done == options.steps or done % options.save_every == 0
         if is_milestone:
             judgement = evaluate(model, held_out, options.autocast)
-            state["records"].append({"step": done, **judgement})
+            run.records.append({"step": done, **judgement})
             say(f"agreement of each exit with the last layer: {judgement['agreement']}")
         seconds = monotonic() - began
         if is_milestone or seconds > next_save:
-            save_run(options.out, model, optimisers, state, tokenizer_from)
+            save_run(options.out, model, optimisers, run, tokenizer_from)
             next_save = 2 * seconds
         if is_milestone or seconds > next_note:
             say(f"step {done} of {options.steps}: loss {loss:.3f}")
@@ -122,7 +122,7 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
     growth = 1.0 if options.start_from else growth_from_scratch(step, options.steps)
     # [layers, 1]
     rates = torch.tensor(dropout_rates(model.num_layers, options.layer_dropout, growth))[:, None]
-    on = CURRICULA[options.curriculum](model.num_layers, step, options.steps, options.rotation)
+    on = exits_on(options.curriculum, model.num_layers, step, options.steps, options.rotation)
     weights = exit_weights(on, options.exit_scale, options.exit_power)
     mean = torch.zeros((), device=model.device)
     for micro in range(options.accumulate):
@@ -133,9 +133,8 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
         kept = torch.rand(len(rates), options.batch, generator=generator) >= rates
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
             loss = recipe_loss(model, tokens, kept.to(model.device), weights, options.exit_teaching)
-        part_of_mean = loss / options.accumulate
-        part_of_mean.backward()
-        mean += part_of_mean.detach()
+        (loss / options.accumulate).backward()
+        mean += loss.detach() / options.accumulate
     return mean.item()
 
 

@@ -41,18 +41,17 @@ from benchmark.off_grid import off_grid_folder
 from benchmark.picture import picture
 from decoding.verify import RULES
 from model.errors import InputError, explaining
+from model.plan import LayerPlan
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, model_folder
 
 STORIES = 24  # prompts of the kind "stories"
-OF_TEXTS = ("coupling", "device", "dtype", "max_new_tokens", "temperature")  # options of all texts
-OF_SHAPES = ("shape", "rounds", "device", "dtype", "json", "plot")  # all that shapes read
+TEXTS = "texts of a model (not with --shape and --rounds)"
 AGAINST = ", or ".join(how for _, how in ways.LIBRARIES.values())
 
 OPTIONS: Groups = {
     "": {
-        "--model": MODEL,
         "--shape": {
             "action": "append",
             "default": [],
@@ -66,6 +65,17 @@ OPTIONS: Groups = {
             "metavar": "NAME",
             "help": "measure whole rounds of a shape at given acceptance rates, repeatable",
         },
+        "--device": DEVICE,
+        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
+        "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
+        "--plot": {
+            "type": picture_file,
+            "metavar": "FILE",
+            "help": "also draw them, as .svg or .png",
+        },
+    },
+    TEXTS: {
+        "--model": MODEL,
         "--draft-model": {
             "metavar": "DIR",
             "help": "also draft with this model, of the same vocabulary",
@@ -92,7 +102,7 @@ OPTIONS: Groups = {
         "--context": {
             "type": within(int, 1),
             "nargs": "+",
-            "default": (),
+            "default": [],
             "metavar": "N",
             "help": "measure texts after N tokens of this project's documents and a request, beside"
             " them only what --only names",
@@ -121,14 +131,6 @@ OPTIONS: Groups = {
             "choices": [*RULES],
             "help": "rule of verification of sampled texts (default: race)",
         },
-        "--device": DEVICE,
-        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
-        "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
-        "--plot": {
-            "type": picture_file,
-            "metavar": "FILE",
-            "help": "also draw them, as .svg or .png",
-        },
     },
 }
 
@@ -145,11 +147,11 @@ def benchmark(options: argparse.Namespace) -> None:
     named = [*options.shape, *options.rounds]
     for shape in named:
         shapes.config_of(shape)  # which refuses an unknown name
-    default = vars(parser_of(OPTIONS).parse_args([]))
+    of_texts = parser_of({TEXTS: OPTIONS[TEXTS]}).parse_args([])
     unused = [
         f"--{name.replace('_', '-')}"
-        for name, value in vars(options).items()
-        if name not in OF_SHAPES and value != default[name]
+        for name, default in vars(of_texts).items()
+        if getattr(options, name) != default
     ]
     if named and unused:
         raise InputError(
@@ -191,13 +193,23 @@ def measured(
 
 def prepare(options: argparse.Namespace) -> sections.Bench:
     """Return a session with prompts, drafts and libraries. Raises InputError for a library that is
-    missing, or cannot load the model.
+    missing, or cannot load the model, and for an exit layer beyond the model.
     """
     folder = model_folder(options.model)
     if options.off_grid:
         folder = off_grid_folder(folder)
-    given = {name: getattr(options, name) for name in OF_TEXTS}
-    session = Session(Options(model=str(folder), draft="none", seed=0, **given))
+    session = Session(
+        Options(
+            model=str(folder),
+            draft="none",
+            seed=0,
+            coupling=options.coupling,
+            device=options.device,
+            dtype=options.dtype,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+        )
+    )
     session.make_copies_at_once()
     prompts = {
         **PROMPTS,
@@ -210,6 +222,8 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
     ]
     layers = session.config.num_layers
     exits = options.exit_layer or (max(1, layers // 2), max(1, layers * 4 // 5))
+    for layer in exits:
+        LayerPlan.early_exit(layers, layer)  # which refuses one that the model does not have
     libraries: dict[str, ways.Way] = {}
     for library in options.against:
         name, _, file = library.partition("=")

@@ -44,13 +44,16 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
     python = [sys.executable, "-m"]
     bench = [*python, "benchmark", "--model", model, "--quick", "--only"]
     against = ["--against", "transformers"] if find_spec("transformers") else []
-    generate = [sys.executable, "generate.py", "Why is the sky blue?", "--compare"]
     tests = [*python, "pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"]
     rounds = [*python, "benchmark", "--rounds"]
     return [
         ("Driver", ["nvidia-smi"], 20),
         ("Versions", [*python, "torch.utils.collect_env"], 40),
-        ("First text", [*generate, "--model", model], 90),
+        (
+            "First text",
+            [sys.executable, "generate.py", "Why is the sky blue?", "--compare", "--model", model],
+            90,
+        ),
         ("Tests, one of each kind", tests, 180),
         ("Rounds of Llama 3.2 1B", [*rounds, "llama-3.2-1b"], 100),
         ("Rounds of Llama 3.1 8B", [*rounds, "llama-3.1-8b"], 120),

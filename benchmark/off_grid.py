@@ -73,11 +73,12 @@ def add_noise(model: Decoder, texts: Sequence[Sequence[int]], seed: int) -> None
     generator = torch.Generator().manual_seed(seed)
     covariances = input_means(model, texts, lambda x: x.T @ x)
     for name, layer in linear_layers(model).items():
-        if name != "head":
-            weight = layer.weight
-            vectors = torch.linalg.eigh(covariances[name])[1]  # by rising eigenvalue
-            weak = vectors[:, : len(vectors) // 2]
-            steps = quantise(weight, 4).scale.float().repeat_interleave(GROUP, 1)
-            noise = torch.rand(weight.shape, generator=generator) - 0.5
-            noise *= math.sqrt(2) * steps[:, : weight.shape[1]]
-            weight.copy_(weight + noise @ weak @ weak.T)
+        if name == "head":
+            continue
+        weight = layer.weight
+        vectors = torch.linalg.eigh(covariances[name])[1]  # by rising eigenvalue
+        weak = vectors[:, : len(vectors) // 2]
+        steps = quantise(weight, 4).scale.float().repeat_interleave(GROUP, 1)
+        noise = torch.rand(weight.shape, generator=generator) - 0.5
+        noise *= math.sqrt(2) * steps[:, : weight.shape[1]]
+        weight.copy_(weight + noise @ weak @ weak.T)

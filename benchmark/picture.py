@@ -45,19 +45,17 @@ def picture(report: Mapping[str, list[Row]]) -> Figure:
     panels = figure.subplots(len(report), squeeze=False)[:, 0]
     for (section, rows), axes in zip(report.items(), panels, strict=True):
         panel = PANELS[section]
-        rows = [
-            row | {"line": ", ".join(row[name] for name in panel.lines)}
-            for row in rows
-            if {panel.x, panel.y} <= row.keys()
-        ]
-        if not panel.lines:
+        rows = [row for row in rows if {panel.x, panel.y} <= row.keys()]
+        if panel.lines:
+            lines = [", ".join(row[name] for name in panel.lines) for row in rows]
+            for line in dict.fromkeys(lines):
+                own = [row for row, its in zip(rows, lines, strict=True) if its == line]
+                axes.plot(column(own, panel.x), column(own, panel.y), "o-", label=line)
+        else:
             for kind in (*rows[0].get("kinds", ()), panel.x):
                 axes.plot(column(rows, kind), column(rows, panel.y), "o", label=kind)
             axes.axvline(1, color=MUTED, linestyle="--")
             axes.invert_yaxis()
-        for name in dict.fromkeys(row["line"] for row in rows if panel.lines):
-            own = [row for row in rows if row["line"] == name]
-            axes.plot(column(own, panel.x), column(own, panel.y), "o-", label=name)
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, compress, cycle, islice
-from operator import eq, truediv
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,14 +22,14 @@ from app.offers import WINDOW
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
-from benchmark.shapes import ROWS, measure_steps
-from benchmark.timing import spread, take_turns, timed
+from benchmark.steps import ROWS, measure_steps
+from benchmark.timing import Run, spread, take_turns, timed
 from benchmark.ways import (
     AUTO,
     DRAFT_MODEL,
+    LIBRARIES,
     LOOKUP,
     LOW_BITS,
-    PLAIN,
     Case,
     Way,
     Written,
@@ -38,6 +37,7 @@ from benchmark.ways import (
     write,
 )
 from decoding.rounds import Statistics
+from model.errors import InputError
 from search.texts import PROMPTS, after_documents
 from training.corpus.stories import repetition
 
@@ -49,7 +49,6 @@ STRUCTURED_TOKENS = 256  # of the longest text under a schema
 FORCED = {"draft": f"{Path(__file__).with_name('forced.py')}:Forced", "gamma": 15}
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
 STEP_COSTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)  # simulated, in plain rounds
-LEAST_SECONDS = 1e-6  # of a text: a difference of two times may be none, or negative
 TURNS = 3  # of all but the texts of "speed", of which there are many
 
 
@@ -79,13 +78,15 @@ class Bench:
     ) -> list[Row]:
         """Return the rows of plain decoding, of drafts and of libraries.
 
-        Raises InputError for a prompt that is too long, before any is timed.
+        Raises InputError for a prompt that is too long, before any of these cases is timed.
         """
         session = self.session
         begun = (begin(session, session.options, case).source for case in cases)
         slot = session.new_slot(max(text.longest for text in begun))
-        options = {"plain": session.options, **drafts}
-        ours = {name: partial(write, session, slot, each) for name, each in options.items()}
+        ours = {
+            name: partial(write, session, slot, options)
+            for name, options in {"plain": session.options, **drafts}.items()
+        }
         return compare(ours | libraries, cases, session.device, [case.kind for case in cases])
 
 
@@ -96,47 +97,49 @@ def compare(
     kinds: Sequence[str] = (),
 ) -> list[Row]:
     """Return a row for each way, with its speed-up over the way "plain" on the same inputs, in all
-    and by the ``kinds`` of the inputs, where they have any. "repeated" is the share of repeated
-    four-grams in the plain texts, since repetition flatters drafts. "equal" counts the texts that
-    equal the plain ones.
+    and by the ``kinds`` of the inputs, where they have any.
+
+    Raises InputError where the texts are too short to be timed.
     """
-    runs = take_turns(ways, inputs, device)
-    seconds = {
-        name: [took if each.seconds is None else each.seconds for each, took in own]
-        for name, own in runs.items()
+    runs = {
+        name: [(each, took if each.seconds is None else each.seconds) for each, took in own]
+        for name, own in take_turns(ways, inputs, device).items()
     }
-    plain = [written.texts for written, _ in runs["plain"]]
-    share = repetition([*chain(*plain)])
-    columns = [*dict.fromkeys(filter(None, kinds))]
-    rows = []
-    for name, own in runs.items():
-        texts = [written.texts for written, _ in own]
-        lengths = [sum(map(len, each)) for each in texts]
-        speedups = [*map(truediv, seconds["plain"], seconds[name])]
-        statistics = Statistics()
-        for round in chain(*(written.rounds for written, _ in own)):
-            statistics.add(round)
-        of_kinds = {
-            column: median(compress(speedups, [kind == column for kind in kinds]))
-            for column in columns
-        }
-        rows.append(
-            {
-                "decoder": name,
-                "tokens/s": spread(map(truediv, lengths, seconds[name])),
-                "speed-up": spread(speedups),
-                "repeated": share,
-                "accepted": statistics.acceptance_rate,
-                "a round": statistics.tokens_per_round or None,
-                "equal": f"{sum(map(eq, texts, plain))}/{len(texts)}",
-                "kinds": columns,
-                "tokens": lengths,
-                "rounds": [len(written.rounds) for written, _ in own],
-                "seconds": seconds[name],
-                **of_kinds,
-            }
-        )
-    return rows
+    if any(seconds <= 0 for own in runs.values() for _, seconds in own):
+        raise InputError("the texts are too short to be timed: raise --max-new-tokens")
+    return [{"decoder": name} | row_of(own, runs["plain"], kinds) for name, own in runs.items()]
+
+
+def row_of(runs: Sequence[Run], plain: Sequence[Run], kinds: Sequence[str]) -> Row:
+    """Return what the texts of a way and their seconds tell, beside the plain ones.
+
+    "repeated" is the share of repeated four-grams in the plain texts, since repetition flatters
+    drafts. "equal" counts the texts that equal the plain ones.
+    """
+    texts = [written.texts for written, _ in runs]
+    plain_texts = [written.texts for written, _ in plain]
+    lengths = [sum(map(len, each)) for each in texts]
+    seconds = [each for _, each in runs]
+    speedups = [before / each for (_, before), (_, each) in zip(plain, runs, strict=True)]
+    columns = [*dict.fromkeys(kind for kind in kinds if kind)]
+    statistics = Statistics()
+    for round in chain(*(written.rounds for written, _ in runs)):
+        statistics.add(round)
+    return {
+        "tokens/s": spread(count / each for count, each in zip(lengths, seconds, strict=True)),
+        "speed-up": spread(speedups),
+        "repeated": repetition([*chain(*plain_texts)]),
+        "accepted": statistics.acceptance_rate,
+        "a round": statistics.tokens_per_round or None,
+        "equal": f"{sum(a == b for a, b in zip(texts, plain_texts, strict=True))}/{len(texts)}",
+        "kinds": columns,
+        "tokens": lengths,
+        "rounds": [len(written.rounds) for written, _ in runs],
+        "seconds": seconds,
+    } | {
+        column: median(each for each, kind in zip(speedups, kinds, strict=True) if kind == column)
+        for column in columns
+    }
 
 
 def costs_section(bench: Bench) -> list[Row]:
@@ -180,7 +183,7 @@ def first_token_section(bench: Bench) -> list[Row]:
     Of other libraries plain decoding is timed alone.
     """
     lengths = LENGTHS[:QUICK_LENGTHS] if bench.quick else LENGTHS
-    others = {name: way for name, way in bench.libraries.items() if name in PLAIN}
+    others = {name: way for name, way in bench.libraries.items() if name in LIBRARIES}
     return [
         {
             "decoder": row["decoder"],
@@ -200,10 +203,10 @@ def context_section(bench: Bench) -> list[Row]:
     A prompt is a part of this project's documents, followed by a request to write something else.
     """
     session = bench.session
-    drafts = {name: bench.drafts[name] for name in (LOOKUP, LOW_BITS, AUTO) if name in bench.drafts}
-    if LOW_BITS in drafts:
-        short_sighted = {"draft": "lowbit", "window": WINDOW}
-        drafts[f"{LOW_BITS}, newest {WINDOW}"] = session.options.merged(short_sighted)
+    drafts = {LOOKUP: bench.drafts[LOOKUP], AUTO: bench.drafts[AUTO]}
+    if low_bits := bench.drafts.get(LOW_BITS):
+        short_sighted = low_bits.merged({"window": WINDOW})
+        drafts |= {LOW_BITS: low_bits, f"{LOW_BITS}, newest {WINDOW}": short_sighted}
     rows = []
     for length in bench.contexts:
         prompts = after_documents(session.tokenizer, PROMPTS["story"][: bench.turns], length)
@@ -218,8 +221,8 @@ def context_section(bench: Bench) -> list[Row]:
 def together_section(bench: Bench) -> list[Row]:
     """Return the speeds of texts that are written several at a time.
 
-    Always the same 16 texts, without the time until their first tokens. The draft beside auto is
-    the draft model's or in low bits, else another one. "equal" counts the turns in which all texts
+    Always the same 16 texts, without the time until their first tokens. Beside auto drafts the
+    draft model, else low bits, else the first draft. "equal" counts the turns in which all texts
     equal those written plainly, which are equal for every n.
     """
     session = bench.session
@@ -238,18 +241,18 @@ def write_together(
     session: Session, options: Options, cases: Sequence[Case], at_once: int
 ) -> Written:
     """Return the tokens of all texts but their first ones, written ``at_once`` at a time; and the
-    seconds that these took.
+    seconds that these took: a difference of two times, which may be negative for short texts.
     """
 
-    def write(budget: int) -> list[list[int]]:
+    def write_up_to(budget: int) -> list[list[int]]:
         samples = [begin(session, options, replace(case, count=budget)) for case in cases]
         for at in range(0, len(samples), at_once):
             session.finish_all(samples[at : at + at_once])
         return [sample.tokens[1:] for sample in samples]
 
-    _, reading = timed(session.device, write, 1)
-    texts, whole = timed(session.device, write, cases[0].count)
-    return Written(texts, seconds=max(whole - reading, LEAST_SECONDS))
+    _, reading = timed(session.device, write_up_to, 1)
+    texts, whole = timed(session.device, write_up_to, cases[0].count)
+    return Written(texts, seconds=whole - reading)
 
 
 def adaptive_section(bench: Bench) -> list[Row]:

@@ -1,5 +1,5 @@
-"""Costs of steps: of a model, or of random weights in the shape of one, of any size; and the speed
-of whole rounds of a shape.
+"""Costs of steps and the speed of whole rounds, of random weights in the shape of a model of any
+size.
 
 Times do not depend on the values of the weights. The acceptance rate does. So the speed-ups of a
 shape are computed for several rates, and its rounds accept drafted tokens at given ones: they show
@@ -7,10 +7,7 @@ what a draft gains on this machine, sampling and verification included. A shape 
 ``shapes.json`` or the ``config.json`` of a model. Knows nothing of prompts.
 """
 
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +19,8 @@ from app.common.table import Row
 from app.loaded import accelerated
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT, runnable
-from benchmark.timing import spread, take_turns, timed
+from benchmark.steps import ROWS, measure_steps
+from benchmark.timing import bandwidth, timed
 from decoding.drafters import ModelDrafter, NoDraft
 from decoding.policies import FixedLength
 from decoding.randomness import Place, Randomness
@@ -30,7 +28,6 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Conditions, Text
 from decoding.verify import Rule, Verify
-from model.cache import KVCache
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.errors import InputError
@@ -39,53 +36,12 @@ from search.costs import CostModel
 from weights.memory import bytes_read, check_fits, estimate, has_memory_for, parameter_count
 
 NAMED = Path(__file__).with_name("shapes.json")
-ROWS = (1, 2, 4, 8, 16)  # tokens of a verification
-DRAFTED = 4  # draft steps, one after another
-TURNS = 15
 PROMPT_LENGTHS = (256, 2048)  # tokens
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)  # rates for which speed-ups are given
 ROUNDS_ACCEPT = (0.7, 0.8, 0.9)  # rates at which whole rounds are measured
 TOKENS = 96  # of a text of such rounds
+DRAFTED = 4  # tokens of a draft in such rounds
 PARAMS = SamplingParams(0.7, top_p=0.9)
-COPIED = 1 << 28  # bytes, by whose copies the bandwidth is measured
-COPIES = 20
-
-
-class Step(NamedTuple):
-    """What is timed: ``count`` steps of ``rows`` tokens each, one after another."""
-
-    name: str
-    rows: int = 1
-    count: int = 1
-
-
-@torch.inference_mode()
-def measure_steps(
-    model: Decoder, cache: KVCache, drafters: Mapping[str, ModelDrafter]
-) -> list[Row]:
-    """Return the costs of verifications by a model and of draft steps, in its plain steps."""
-    target = ModelDrafter(model, cache)
-    ran_by = {Step("verification", rows): target for rows in ROWS} | {
-        Step(f"draft step, {name}", count=DRAFTED): drafter for name, drafter in drafters.items()
-    }
-    ways = {step: partial(run_steps, drafter, step) for step, drafter in ran_by.items()}
-    runs = take_turns(ways, range(TURNS), model.device)
-    ms = {step: spread(1e3 * took / step.count for _, took in each) for step, each in runs.items()}
-    plain = ms[Step("verification")]["median"]
-    return [
-        {"step": step.name, "tokens": step.rows, "plain rounds": each["median"] / plain, "ms": each}
-        for step, each in ms.items()
-    ]
-
-
-def run_steps(drafter: ModelDrafter, step: Step, turn: int = 0) -> None:
-    """Run the steps of a drafter's model from position 0 on, each up to the choice of the likeliest
-    token, which the host reads. The cache forgets them. All turns are alike.
-    """
-    tokens = torch.zeros(1, step.rows, dtype=torch.int64, device=drafter.model.device)
-    for start in range(0, step.rows * step.count, step.rows):
-        drafter.model(tokens, drafter.cache, start, drafter.plan)[0, -1].argmax().item()
-    drafter.cache.truncate(0)
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -105,9 +61,8 @@ def shape_model(shape: str, dtype: torch.dtype, device: torch.device, positions:
     InputError where it does not fit into memory with a cache of these ``positions``.
     """
     config = config_of(shape)
-    sizes = {"prompt": positions, "longest_draft": LONGEST_DRAFT}
     check_fits(
-        estimate(config, dtype, positions, device, **sizes),
+        estimate(config, dtype, positions, device, prompt=positions, longest_draft=LONGEST_DRAFT),
         device,
         remedy="give a narrower --dtype or a smaller shape",
     )
@@ -138,7 +93,6 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
     Raises InputError where its weights do not fit into memory.
     """
     model = shape_model(shape, dtype, device, max(PROMPT_LENGTHS))
-    size = {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6}
     cache = model.new_cache(max(PROMPT_LENGTHS))
     plans = plans_of(model)
     if "low bits" in plans:
@@ -151,10 +105,17 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
         if row["step"] != "verification":
             row |= {f"at {a}": costs.best(a, row["plain rounds"])[0] for a in ACCEPTANCES}
     for count in PROMPT_LENGTHS:
-        ids = torch.zeros(1, count, dtype=torch.int64, device=device)
-        _, seconds = timed(device, model.prefill, ids, cache)
+        _, seconds = timed(
+            device,
+            model.prefill,
+            torch.zeros(1, count, dtype=torch.int64, device=device),
+            cache,
+        )
         rows.append({"step": "prompt", "tokens": count, "ms": 1e3 * seconds})
-    return [size | row for row in rows]
+    return [
+        {"shape": shape, "parameters, 10⁶": parameter_count(model.config) / 1e6} | row
+        for row in rows
+    ]
 
 
 def accepting(rate: float) -> Verify:
@@ -176,21 +137,19 @@ def seconds_per_token(model: Decoder, plan: LayerPlan | None, rate: float) -> fl
     """Return the seconds per token of a text, drafted under a plan; None is plain decoding."""
     cache = model.new_cache(TOKENS + DRAFTED + 1)
     drafter = ModelDrafter(model, cache, plan) if plan else NoDraft()
-    text = Text([0], Conditions(TOKENS), model)
-    policy = FixedLength(DRAFTED if plan else 0)
-    randomness = Rule("race", 0).randomness(model.device)
-    rounds = speculate(model, cache, text, drafter, policy, PARAMS, randomness, accepting(rate))
+    rounds = speculate(
+        model,
+        cache,
+        Text([0], Conditions(TOKENS), model),
+        drafter,
+        FixedLength(DRAFTED if plan else 0),
+        PARAMS,
+        Rule("race", 0).randomness(model.device),
+        accepting(rate),
+    )
     next(rounds)  # compiles and captures
     written, seconds = timed(model.device, lambda: sum(len(round.emitted) for round in rounds))
     return seconds / written
-
-
-def bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that the device reads and writes in copies."""
-    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
-    target = source.clone()
-    _, seconds = timed(device, lambda: [target.copy_(source) for _ in range(COPIES)])
-    return 2 * COPIED * COPIES / seconds
 
 
 @torch.inference_mode()
@@ -201,13 +160,24 @@ def measure_rounds(shape: str, dtype: torch.dtype, device: torch.device) -> list
     model = shape_model(shape, dtype, device, TOKENS)
     plain = seconds_per_token(model, None, 0.0)
     read = bytes_read(model.config, LayerPlan.full(model.num_layers), dtype.itemsize)
-    share = read / plain / bandwidth(device)
-    rows: list[Row] = [{"decoder": "plain", "tokens/s": 1 / plain, "of the bandwidth": share}]
+    rows: list[Row] = [
+        {
+            "decoder": "plain",
+            "tokens/s": 1 / plain,
+            "of the bandwidth": read / plain / bandwidth(device),
+        }
+    ]
     for name, plan in plans_of(model).items():
         for rate in ROUNDS_ACCEPT:
             seconds = seconds_per_token(model, plan, rate)
-            speed = {"tokens/s": 1 / seconds, "speed-up": plain / seconds}
-            rows.append({"decoder": name, "accepted": rate, **speed})
+            rows.append(
+                {
+                    "decoder": name,
+                    "accepted": rate,
+                    "tokens/s": 1 / seconds,
+                    "speed-up": plain / seconds,
+                }
+            )
     if model.trouble:  # a step has fallen back
         say(f"{shape}: {model.trouble}")
     return [{"shape": shape} | row for row in rows]

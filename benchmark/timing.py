@@ -1,7 +1,7 @@
 """Timer of all measurements: ways of doing something take turns in random order.
 
-So a busy moment of the machine slows all alike, and only ratios can be compared. Knows nothing of
-models.
+So a busy moment of the machine slows all alike, and only ratios can be compared. Beside it, the
+bandwidth of the device's memory. Knows nothing of models.
 """
 
 import random
@@ -16,6 +16,8 @@ from rich.progress import track
 from model.device import now
 
 Run = tuple[Any, float]  # the result of some work, and its seconds
+COPIED = 1 << 28  # bytes, by whose copies the bandwidth is measured
+COPIES = 20
 
 
 def timed(device: torch.device, work: Callable[..., Any], *given: Any) -> Run:
@@ -30,8 +32,8 @@ def take_turns(
 ) -> dict[Any, list[Run]]:
     """Return the runs of each way, one for each input.
 
-    An input has its turn with all ways, in random order, before the next one. Each way runs before
-    on the first input, untimed, since it may compile.
+    First each way runs once on the first input, untimed, since it may compile. Then each input has
+    its turn with all ways, in random order, before the next one.
     """
     for way in ways.values():
         way(inputs[0])
@@ -47,3 +49,11 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     """Return the median and the range of some values."""
     values = [float(value) for value in values]
     return {"median": median(values), "lowest": min(values), "highest": max(values)}
+
+
+def bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that the device reads and writes in copies."""
+    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
+    target = source.clone()
+    _, seconds = timed(device, lambda: [target.copy_(source) for _ in range(COPIES)])
+    return 2 * COPIED * COPIES / seconds

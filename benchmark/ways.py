@@ -99,10 +99,11 @@ def write(session: Session, slot: Slot, options: Options, case: Case) -> Written
 
 
 def transformers_ways(
-    session: Session, exit_layers: Sequence[int], draft_model: str | None
+    session: Session, exit_layers: Sequence[int], draft_model: str | None, file: str
 ) -> dict[str, Way]:
     """Return greedy ``generate`` of transformers on the session's checkpoint: plainly, and with its
     drafts of ``GAMMA`` tokens, by lookup, by the last of the early exits and by the draft model.
+    It needs no file.
     """
     import transformers
 
@@ -120,10 +121,15 @@ def transformers_ways(
 
     theirs = load(session.folder)
 
-    def write(case: Case, **draft: Any) -> Written:
+    def generate(case: Case, **draft: Any) -> Written:
         ids = torch.tensor([case.ids], device=session.device)
-        draft |= {"attention_mask": torch.ones_like(ids), "do_sample": False}
-        written = theirs.generate(ids, max_new_tokens=case.count, **draft)
+        written = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=case.count,
+            **draft,
+        )
         return Written(written[:, len(case.ids) :].tolist())
 
     drafts: dict[str, dict[str, Any]] = {
@@ -134,11 +140,15 @@ def transformers_ways(
         drafts[f"transformers, exit {layer}"] = {"assistant_early_exit": layer}
     if draft_model:
         drafts["transformers, model"] = {"assistant_model": load(model_folder(draft_model))}
-    return {name: partial(write, **draft) for name, draft in drafts.items()}
+    return {name: partial(generate, **draft) for name, draft in drafts.items()}
 
 
-def llama_cpp_ways(session: Session, file: str) -> dict[str, Way]:
-    """Return greedy plain decoding of llama.cpp from a GGUF file, on as many threads as torch."""
+def llama_cpp_ways(
+    session: Session, exit_layers: Sequence[int], draft_model: str | None, file: str
+) -> dict[str, Way]:
+    """Return greedy plain decoding of llama.cpp from a GGUF file, on as many threads as torch. It
+    has no drafts.
+    """
     import llama_cpp
 
     theirs = llama_cpp.Llama(
@@ -150,23 +160,17 @@ def llama_cpp_ways(session: Session, file: str) -> dict[str, Way]:
         verbose=False,
     )
 
-    def write(case: Case) -> Written:
+    def generate(case: Case) -> Written:
         theirs.reset()  # otherwise the same prompt again needs no reading
         return Written([[*islice(theirs.generate(case.ids, temp=0.0), case.count)]])
 
-    return {"llama.cpp": write}
+    return {"llama.cpp": generate}
 
 
+Library = Callable[[Session, Sequence[int], str | None, str], dict[str, Way]]
 # What each library makes of a session, the early exits, the name of a draft model and that of a
-# file; and how a user asks for it
-LIBRARIES: dict[str, tuple[Callable[[Session, Sequence[int], str | None, str], Any], str]] = {
-    "transformers": (
-        lambda session, exits, draft_model, _: transformers_ways(session, exits, draft_model),
-        "transformers",
-    ),
-    "llama.cpp": (
-        lambda session, _, __, file: llama_cpp_ways(session, file),
-        "llama.cpp=FILE.gguf (pip install llama-cpp-python)",
-    ),
+# file; and how a user asks for it. Its way without drafts has the library's name.
+LIBRARIES: dict[str, tuple[Library, str]] = {
+    "transformers": (transformers_ways, "transformers"),
+    "llama.cpp": (llama_cpp_ways, "llama.cpp=FILE.gguf (pip install llama-cpp-python)"),
 }
-PLAIN = ("plain", "transformers", "llama.cpp")  # ways without drafts

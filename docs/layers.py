@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from app.characters import Labels
+from app.common.files import check_place
 from app.common.parsers import MODEL, Groups, picture_file, script
 from app.common.picture import RULE, write_picture
 from app.prompt import check_ids
@@ -81,16 +82,20 @@ def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
     )
     for cell in shown.get_celld().values():
         cell.set_edgecolor("white")
-    patches = [
-        Patch(color=GREEN, label="the last layer's guess"),
-        Patch(color=RULE, label="another guess"),
-    ]
-    figure.legend(handles=patches, loc="outside lower left", ncols=2)
+    figure.legend(
+        handles=[
+            Patch(color=GREEN, label="the last layer's guess"),
+            Patch(color=RULE, label="another guess"),
+        ],
+        loc="outside lower left",
+        ncols=2,
+    )
     return figure
 
 
 def draw(options: argparse.Namespace) -> None:
     """Write the picture. Raises InputError."""
+    check_place(options.svg)
     folder = model_folder(options.model)
     model = load_model(folder, torch.float32)
     write_picture(lambda: picture(model, Tokenizer(folder), options.text), options.svg)

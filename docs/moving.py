@@ -5,7 +5,6 @@ it plays in an ``<img>``: each period begins with the finished comparison. Knows
 text is written.
 """
 
-from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +22,6 @@ LINE = 22
 MARGIN = 24
 PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
-# Text, verdict, place (``COLUMNS`` to a line), and seconds of the run when it appears and is judged
-Shown = tuple[str, str, int, float, float]
 STYLE = """
 svg { --card: #fff; --ink: #22242a; --muted: #656a75; --drafted: #a86200; --accepted: #15803d;
   --own: #1f4fc4 }
@@ -39,20 +36,18 @@ g text { animation: var(--period) step-end infinite }
 """
 
 
-def picture(samples: list[Sample], labels: Labels) -> str:
+def picture(plain: Sample, drafted: Sample, labels: Labels) -> str:
     """Return the picture of a plain text and a drafted one."""
-    plain, drafted = samples
-    period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
     lanes = ""
     top = 62
+    period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
     for name, label, sample in (("plain", "", plain), ("drafts", "drafts: ", drafted)):
-        shown = [*timetable(sample, labels, plain.seconds / len(plain.rounds))]
+        tokens, lines = lane(sample, labels, plain.seconds / len(plain.rounds), period)
         lanes += (
             f'<g class="{name}" transform="translate({MARGIN} {top})"><text class="muted">'
-            f"{escape(f'{label}{sample.draft}, {sample.speed:.0f} tokens/s')}</text>"
-            f"{''.join(drawn(shown, period))}</g>"
+            f"{escape(f'{label}{sample.draft}, {sample.speed:.0f} tokens/s')}</text>{tokens}</g>"
         )
-        top += LINE * (2 + max(place for _, _, place, *_ in shown) // COLUMNS) + 14
+        top += LINE * (1 + lines) + 14
     title = escape(f"{MODEL}: {PROMPT} {drafted.speed / plain.speed:.2f} times plain decoding")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="800" height="{top}"'
@@ -62,39 +57,36 @@ def picture(samples: list[Sample], labels: Labels) -> str:
     )
 
 
-def timetable(sample: Sample, labels: Labels, step: float) -> Iterator[Shown]:
-    """Yield the tokens of a text's rounds as they are shown.
+def lane(sample: Sample, labels: Labels, verification: float, period: float) -> tuple[str, int]:
+    """Return the tokens of a text's rounds, and the number of lines that they take.
 
     Drafted tokens appear one by one where they would stand, before the verification, which takes
-    ``step`` seconds. They are judged at the end of their round, when the target's own token
-    appears.
+    that many seconds. They are judged at the end of their round, when the target's own token
+    appears: from then on what stays is drawn. ``period`` is in seconds.
     """
-    text_end = 0  # the place after the tokens that stay
+    drawn = ""
+    lines = 1
+    text_end = 0  # the place after the tokens that stay; a line has ``COLUMNS`` places
     for (_, began), (round, ended) in pairwise([(None, 0.0), *sample.timeline]):
-        drafting = max(ended - began - step, 0.2 * (ended - began))
+        # A round may take less than a plain step of average length. Its draft then gets a fifth.
+        drafting = max(ended - began - verification, 0.2 * (ended - began))
         draft_end = text_end
+        judged = (PAUSE + SLOWER * ended) / period
         for number, (token, verdict) in enumerate(round.verdicts(), start=1):
             text = visible(labels.spelled([token]).decode(errors="replace"))
             place = text_end if verdict == "own" else draft_end
             if place % COLUMNS + len(text) > COLUMNS:
                 place += COLUMNS - place % COLUMNS  # the next line
             draft_end = place + len(text)
+            lines = max(lines, 1 + place // COLUMNS)
+            if verdict != "own":
+                drafted = began + drafting * number / len(round.drafted)
+                appears = (PAUSE + SLOWER * drafted) / period
+                drawn += piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
             if verdict in ("accepted", "own"):
                 text_end = draft_end
-            appears = ended if verdict == "own" else began + drafting * number / len(round.drafted)
-            yield text, verdict, place, appears, ended
-
-
-def drawn(shown: list[Shown], period: float) -> Iterator[str]:
-    """Yield the pieces of a text: a token is drawn as drafted, as what stays of it, or as both, one
-    after the other. ``period`` is in seconds.
-    """
-    for text, verdict, place, *seconds in shown:
-        appears, judged = ((PAUSE + SLOWER * each) / period for each in seconds)
-        if verdict != "own":
-            yield piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
-        if verdict in ("accepted", "own"):
-            yield piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
+                drawn += piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
+    return drawn, lines
 
 
 def piece(text: str, kind: str, place: int, opacities: dict[float, int]) -> str:
@@ -116,4 +108,4 @@ if __name__ == "__main__":
     session = load(MODEL, max_new_tokens=64)
     session.warm_up(session.encode(PROMPT))
     samples = [session.write(PROMPT, draft=draft) for draft in ("none", "lowbit")]
-    write_text(Path(__file__).with_name("round.svg"), picture(samples, session.labels))
+    write_text(Path(__file__).with_name("round.svg"), picture(*samples, session.labels))

@@ -17,11 +17,12 @@ from model.decoder import Decoder
 from model.layers import layer_positions
 from training.text import Rows
 
+CURRICULA = ("rotational", "gradual")
 HELD_OUT_BATCHES = 8  # of an evaluation
 HELD_OUT_ROWS = 8  # per batch
 
 
-def dropout_rates(layers: int, p_max: float, growth: float = 1.0) -> list[float]:
+def dropout_rates(layers: int, p_max: float, growth: float) -> list[float]:
     """Return the probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section
     4.1.1, equations 1 and 2).
 
@@ -36,7 +37,7 @@ def growth_from_scratch(step: int, steps: int) -> float:
     return 2 ** (step / max(1, steps - 1)) - 1
 
 
-def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float]:
+def exit_weights(on: np.ndarray, scale: float, power: float) -> list[float]:
     """Return the weights ẽ(t, l) of the losses of all exits (section 4.1.2, equations 4 to 6).
 
     ``on`` (bool ``[L-1]``) selects the early exits of the step; the last layer's loss is always on.
@@ -46,32 +47,29 @@ def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float
     A ``power`` below 1, which is not the paper's, flattens the sums to s(l)^power ·
     s(L-2)^(1-power). Without it an exit after a quarter of the layers has a sixteenth of the last
     one's weight, too little for a short run. At 0 all early exits weigh the same: the first too,
-    whose sum is 0 (0⁰ = 1), but which weighs nothing at any power above.
+    whose sum is 0 (0⁰ = 1), but which weighs nothing at any power above. In a model of two layers
+    that is the only early exit, and s(L-2) counts as 1.
     """
     last = len(on)
     layer = np.arange(last)
     sums = layer * (layer + 1) / 2
-    largest = last * (last - 1) / 2
+    largest = max(1, last * (last - 1) / 2)
     early = on * scale * sums**power * largest ** (1 - power)
     weights = np.append(early, max(last, 1) + scale * largest)
     return (weights / weights.sum()).tolist()
 
 
-def rotational(layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
-    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``: every R-th is,
-    shifted by one each step, with R the ``rotation``.
+def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
+    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``.
+
+    The rotational curriculum turns on every R-th exit, with R the ``rotation``, and shifts them by
+    one each step. The gradual one turns on one exit after another, from the last to the first, all
+    by half of the ``steps``.
     """
-    return (np.arange(layers - 1) - step) % rotation == 0
-
-
-def gradual(layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
-    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``: one after
-    another is turned on from the last to the first, all by half of the ``steps``.
-    """
-    return step >= (layers - np.arange(layers - 1)) * steps / (2 * layers)
-
-
-CURRICULA = {"rotational": rotational, "gradual": gradual}  # which exits are on in a step
+    exits = np.arange(layers - 1)
+    if curriculum == "rotational":
+        return (exits - step) % rotation == 0
+    return step >= (layers - exits) * steps / (2 * layers)
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
@@ -91,7 +89,7 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
 
 
 def recipe_loss(
-    model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float], taught: float = 0.0
+    model: Decoder, tokens: Tensor, kept: Tensor, weights: list[float], taught: float
 ) -> Tensor:
     """Return the loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), with the ``weights`` ẽ
     by layer.

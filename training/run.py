@@ -8,7 +8,7 @@ import copy
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from app.common.files import atomic_path, read_json, read_text, write_text
-from app.common.parsers import DEVICE, Groups, within
+from app.common.parsers import DEVICE, Groups, parser_of, within
 from model.config import parse_config
 from model.decoder import Decoder
 from model.errors import InputError, explaining
@@ -29,8 +29,11 @@ from weights.tokenizer import Tokenizer
 
 STATE = "training/state.pt"
 LOG = "training/log.jsonl"
-# Options that may differ when a run is continued: files are compared by what they hold
-NOT_OF_THE_RUN = ("out", "device", "save_every", "data", "config", "start_from")
+# Options that may differ when a run is continued
+NOT_OF_THE_RUN = ("out", "device", "save_every")
+# Options of files, which are compared by what they hold
+OF_FILES = ("data", "config", "start_from")
+COUNT = within(int, 1, 2**31 - 1)
 OPTIONS: Groups = {
     "": {
         "--data": {
@@ -56,7 +59,7 @@ OPTIONS: Groups = {
             "help": "a checkpoint to continue from instead, with its tokenizer",
         },
         "--vocab-size": {
-            "type": within(int, 258),
+            "type": within(int, 258, 2**24),  # the trainer has memory for all of them
             "default": 4096,
             "metavar": "N",
             "help": "most tokens of a new tokenizer",
@@ -93,7 +96,7 @@ OPTIONS: Groups = {
             "help": "which exits are on in a step",
         },
         "--rotation": {
-            "type": within(int, 1),
+            "type": COUNT,
             "default": 8,
             "metavar": "R",
             "help": "every R-th layer's exit is on in a step",
@@ -101,25 +104,25 @@ OPTIONS: Groups = {
     },
     "the loop": {
         "--steps": {
-            "type": within(int, 1),
+            "type": COUNT,
             "default": 2000,
             "metavar": "N",
             "help": "updates of the weights",
         },
         "--batch": {
-            "type": within(int, 1),
+            "type": COUNT,
             "default": 16,
             "metavar": "N",
             "help": "rows per micro-batch",
         },
         "--accumulate": {
-            "type": within(int, 1),
+            "type": COUNT,
             "default": 1,
             "metavar": "N",
             "help": "micro-batches per step",
         },
         "--context": {
-            "type": within(int, 1),
+            "type": COUNT,
             "default": 256,
             "metavar": "N",
             "help": "tokens per row",
@@ -137,7 +140,7 @@ OPTIONS: Groups = {
             "help": "peak of Muon's rate, for matrices; 0: AdamW only",
         },
         "--warm-up": {
-            "type": within(int, 0),
+            "type": within(int, 0, 2**31 - 1),
             "default": 100,
             "metavar": "N",
             "help": "steps until the peak",
@@ -154,7 +157,7 @@ OPTIONS: Groups = {
             "help": "compute in bf16",
         },
         "--save-every": {
-            "type": within(int, 1),
+            "type": COUNT,
             "default": 100,
             "metavar": "N",
             "help": "steps between evaluations, each with a save; others come after 30 seconds, a"
@@ -163,6 +166,17 @@ OPTIONS: Groups = {
         "--device": DEVICE,
     },
 }
+
+
+@dataclass
+class Run:
+    """State of a run without its model and optimisers: the options that it was begun with, as text,
+    the number of steps that are done, and the records of its log.
+    """
+
+    options: dict[str, str]
+    step: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]:
@@ -220,54 +234,44 @@ def load_run(
     optimisers: Sequence[Optimizer],
     rows: Rows,
     tokenizer_from: Path,
-) -> dict[str, Any]:
-    """Return the state of the run in ``--out``: its options, its last step and the records of its
-    log. The model and its optimisers get what was saved of them. ``tokenizer_from`` is the folder
-    of the checkpoint, if the run starts from one.
+) -> Run:
+    """Return the run in ``--out``, or a new one. The model and its optimisers get what was saved of
+    them. ``tokenizer_from`` is the folder of the checkpoint, if the run starts from one, and
+    otherwise ``--out``.
 
-    A new run is in step 0. An option that the saved run did not know yet counts as its default.
-    Raises InputError for a damaged state, and for a run with other options, another text, config or
-    checkpoint: files are compared by what they hold.
+    An option that the saved run did not know yet counts as its default. Raises InputError for a
+    damaged state, and for a run with other options, another text, config or checkpoint: files are
+    compared by what they hold.
     """
     config = json.dumps(model.config.source, sort_keys=True)
     given = {
         name: str(value) for name, value in vars(options).items() if name not in NOT_OF_THE_RUN
     } | {
-        "text of checksum": rows.checksum,
-        "config of checksum": f"{zlib.crc32(config.encode()):08x}",
-        "checkpoint of fingerprint": str(options.start_from and model_fingerprint(tokenizer_from)),
+        "data": rows.checksum,
+        "config": f"{zlib.crc32(config.encode()):08x}",
+        "start_from": str(options.start_from and model_fingerprint(tokenizer_from)),
     }
     if not (options.out / STATE).exists():
-        return {"options": given, "step": 0, "records": []}
+        return Run(given)
+    parser = parser_of(OPTIONS)
     with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
         state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
-        for name, value in (given | defaults() | state["options"]).items():
-            if name not in NOT_OF_THE_RUN and given.get(name) != value:
+        for name in given | state["options"]:
+            value = state["options"].get(name, str(parser.get_default(name)))
+            if given.get(name) != value:
+                option = f"--{name.replace('_', '-')}"
+                found = f"other contents of {option}" if name in OF_FILES else f"{option} {value}"
                 raise InputError(
-                    f"{options.out} holds a run with {name} {value}: give the same, or another"
-                    " --out"
+                    f"{options.out} holds a run with {found}: give the same, or another --out"
                 )
         model.load_state_dict(state.pop("model"))
         for optimiser, values in zip(optimisers, state.pop("optimisers"), strict=True):
             optimiser.load_state_dict(values)
-    return state
-
-
-def defaults() -> dict[str, str]:
-    """Return the default of each option, as a state holds it."""
-    return {
-        option.removeprefix("--").replace("-", "_"): str(settings.get("default"))
-        for group in OPTIONS.values()
-        for option, settings in group.items()
-    }
+        return Run(**state)
 
 
 def save_run(
-    out: Path,
-    model: Decoder,
-    optimisers: Sequence[Optimizer],
-    state: dict[str, Any],
-    tokenizer_from: Path,
+    out: Path, model: Decoder, optimisers: Sequence[Optimizer], run: Run, tokenizer_from: Path
 ) -> None:
     """Write the model as an ordinary bf16 folder, and the log and the state to continue from, each
     file atomically. The state takes its place last, but its space first: a full disk leaves no
@@ -285,12 +289,15 @@ def save_run(
             ),
             atomic_path(out / STATE) as temporary,
         ):
-            parts = {
-                "model": model.state_dict(),
-                "optimisers": [each.state_dict() for each in optimisers],
-            }
-            torch.save(state | parts, temporary)
-            write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimisers": [each.state_dict() for each in optimisers],
+                    **vars(run),
+                },
+                temporary,
+            )
+            write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in run.records))
             save_model(copy.deepcopy(model).bfloat16(), out, tokenizer_from=tokenizer_from)
     finally:
         # Interrupted in the first save: a run begins only in a folder without a model.

@@ -15,10 +15,9 @@ import torch
 from app.common.files import read_json
 from app.common.parsers import parser_of
 from benchmark import __main__ as command
-from benchmark import gpu_report, sections, shapes, timing
+from benchmark import gpu_report, sections, shapes, steps, timing
 from benchmark.picture import picture
 from benchmark.ways import Written
-from decoding.drafters import ModelDrafter
 from decoding.rounds import Round
 from model.plan import LayerPlan
 from tests.calls import interrupted, status_of
@@ -26,6 +25,7 @@ from tests.commands import Outcome
 from tests.folders import LLAMA, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
+from tests.refusal import refusal
 from training.corpus.stories import story_request
 from weights.memory import Memory, parameter_count
 
@@ -36,14 +36,16 @@ OURS = ["plain", "lookup", *(name + how for name in DRAFTS for how in ("", ", ad
 THEIRS = ["transformers", *(f"transformers, {name}" for name in ("lookup", "exit 3", "model"))]
 RUN = (
     "--model tiny-llama --draft-model tiny-llama --exit-layer 3 --against transformers --quick"
-    " --max-new-tokens 4 --prompts story stories --device cpu --dtype float32 --only"
+    " --max-new-tokens 4 --prompts story stories --device cpu --dtype float32"
+    f" --context 600 --only {' '.join(name for name in sections.SECTIONS if name != 'context')}"
 )
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of all sections, on short texts; in float32 transformers' texts are ours. The run
-    is interrupted while it prints the last table, and writes its files all the same.
+    is interrupted while it prints the last table, and writes its files all the same. Texts written
+    together take a second a token: so short ones have no difference of times to rely on.
     """
     place = tmp_path_factory.mktemp("report")
     files = "--json", str(place / "report.json"), "--plot", str(place / "report.svg")
@@ -51,9 +53,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(sections, "STRUCTURED_TOKENS", 24)
         patch.setattr(sections, "LENGTHS", (8, 64, 2048))
         patch.setattr(sections, "TOGETHER", (1, 3))
-        asked = [name for name in sections.SECTIONS if name != "context"]
+        patch.setattr(sections, "timed", lambda device, write, count: (write(count), count))
         interrupted(patch, command, "table", len(sections.SECTIONS))
-        assert command.main([*RUN.split(), *asked, "--context", "600", *files]) == 130
+        assert command.main([*RUN.split(), *files]) == 130
     assert "<svg" in (place / "report.svg").read_text()
     return json.loads((place / "report.json").read_text())
 
@@ -63,7 +65,7 @@ def test_all_ways_are_measured_and_all_texts_are_the_plain_ones(report: dict[str
     for section, ways, equal in (
         ("speed", [*OURS, *THEIRS], "2/2"),
         ("structured", ["plain", "forced", "low bits", "auto"], "8/8"),
-        ("context", ["plain", "lookup", "low bits", "auto", "low bits, newest 512"], "1/1"),
+        ("context", ["plain", "lookup", "auto", "low bits", "low bits, newest 512"], "1/1"),
         ("together", ["plain", "model", "auto"] * 2, "1/1"),  # of one text, and of three
     ):
         assert {row["equal"] for row in report[section]} == {equal}
@@ -77,8 +79,10 @@ def test_costs_are_those_of_each_step_and_first_tokens_those_of_short_prompts(
     report: dict[str, Any],
 ) -> None:
     steps = [(row["step"], row["tokens"]) for row in report["costs"]]
-    assert steps[:5] == [("verification", rows) for rows in (1, 2, 4, 8, 16)]
-    assert steps[5:] == [(f"draft step, {name}", 1) for name in DRAFTS]
+    assert steps == [
+        *(("verification", rows) for rows in (1, 2, 4, 8, 16)),
+        *((f"draft step, {name}", 1) for name in DRAFTS),
+    ]
     first = [(row["decoder"], row["tokens"]) for row in report["first-token"]]
     assert first == [(way, length) for length in (8, 64) for way in ("plain", "transformers")]
 
@@ -142,6 +146,12 @@ def test_ways_take_turns_and_a_table_follows_from_their_seconds(
         "tokens/s": {"median": 1, "lowest": 1, "highest": 2},
     }
     assert rows[2] == rows[2] | expected
+    assert "too short to be timed: raise --max-new-tokens" in refusal(
+        sections.compare,
+        {"plain": lambda _: Written([[7]], seconds=-0.1)},
+        [0],
+        torch.device("cpu"),
+    )
 
 
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
@@ -152,7 +162,9 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
     """
     folder = write_folder(tmp_path)
     noted = []
-    monkeypatch.setattr(command.ways, "transformers_ways", lambda *given: noted.append(given) or {})
+    monkeypatch.setitem(
+        command.ways.LIBRARIES, "transformers", (lambda *given: noted.append(given) or {}, "")
+    )
 
     def drafts(*more: str, **plan: Any) -> list[str]:
         (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
@@ -162,7 +174,7 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
 
     assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "low bits", "plan.json", "auto"]
     assert drafts("--exit-layer", "1", gamma=0) == ["lookup", "exit 1", "low bits", "auto"]
-    assert [[*exits] for _, exits, _ in noted] == [[2, 3], [1]]
+    assert [[*exits] for _, exits, *_ in noted] == [[2, 3], [1]]
 
 
 def test_the_stories_are_those_of_old_measurements() -> None:
@@ -197,17 +209,17 @@ def test_costs_of_a_shape_are_in_its_plain_steps_and_give_its_speedups(
     """
     clock = [0.0]
 
-    def run_steps(drafter: ModelDrafter, step: shapes.Step, turn: int = 0) -> None:
-        clock[0] += step.count * (0.5 if drafter.plan else 2 + 0.5 * (step.rows - 1))
+    def run(step: steps.Step, turn: int) -> None:
+        clock[0] += step.count * (0.5 if step.drafter.plan else 2 + 0.5 * (step.rows - 1))
 
-    monkeypatch.setattr(shapes, "run_steps", run_steps)
+    monkeypatch.setattr(steps.Step, "run", run)
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096}))
     given = "--shape", str(tmp_path / "config.json"), "--plot", str(tmp_path / "report.svg")
     assert command.main([*given, "--device", "cpu", "--json", str(tmp_path / "report.json")]) == 0
     rows = json.loads((tmp_path / "report.json").read_text())["shapes"]
     verification = [(row["tokens"], row["plain rounds"], row["ms"]["median"]) for row in rows[:5]]
-    assert verification == [(n, 1 + (n - 1) / 4, 2000 + 500 * (n - 1)) for n in shapes.ROWS]
+    assert verification == [(n, 1 + (n - 1) / 4, 2000 + 500 * (n - 1)) for n in steps.ROWS]
     drafts = [(row["plain rounds"], row["at 0.6"], row["at 0.8"]) for row in rows[5:-2]]
     assert drafts == [pytest.approx((0.25, 1.6 / 1.5, 2.44 / 2))] * 3
     named = [row["step"].removeprefix("draft step, ") for row in rows[5:]]
@@ -289,7 +301,7 @@ BAD = {
     "--json no/such/folder/x.json": "no/such/folder",
     "--against vllm": "--against vllm: give transformers, or llama.cpp=FILE.gguf",
     "--against transformers --temperature 1": "--against measures greedy texts: leave out",
-    "--exit-layer 99": "exit layer 99",
+    "--exit-layer 99 --only first-token": "exit layer 99",
     "--shape lama-1b": "no shape is called 'lama-1b': give smollm2-135m, qwen3-0.6b",
     "--shape qwen3-0.6b --rounds lama-1b": "no shape is called 'lama-1b'",
     "--rounds qwen3-0.6b --draft-model x": "measure random weights: leave out --draft-model",

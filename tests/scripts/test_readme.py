@@ -99,11 +99,14 @@ def test_the_law_of_the_toy_is_plain_samplings_but_with_a_defect(right: str, wro
     assert float(distance) > 0.01 if right else float(distance) < 1e-12
 
 
-def test_no_text_beyond_the_context_is_drawn(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("file", "complaint"), [("layers.svg", "context 256"), ("no/layers.svg", "does not exist")]
+)
+def test_no_text_beyond_the_context_is_drawn_nor_one_into_a_missing_folder(
+    file: str, complaint: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    beyond = ["a" * 300, "--model", model, "--svg", str(tmp_path / "layers.svg")]
-    assert status_of(layers.main, beyond) == 2 and "context 256" in capsys.readouterr().err
+    beyond = ["a" * 300, "--model", model, "--svg", str(tmp_path / file)]
+    assert status_of(layers.main, beyond) == 2 and complaint in capsys.readouterr().err
 
 
 def test_a_document_whose_command_is_wrong_fails(capfd: pytest.CaptureFixture[str]) -> None:

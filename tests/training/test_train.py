@@ -24,9 +24,9 @@ from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.refusal import refusal
 from training import run as runs
 from training.recipe import (
-    CURRICULA,
     dropout_rates,
     exit_weights,
+    exits_on,
     growth_from_scratch,
     layer_outputs,
     recipe_loss,
@@ -150,19 +150,20 @@ def test_layer_dropout_grows_over_depth_and_from_scratch_over_time() -> None:
 
 
 # L = 4, e_scale = 1/2: below the last half of the sums 0, 1, 3; at the last 3 + 1/2·(0+1+2) = 9/2.
-# By a power of 1/2 the sums are √s·√3, by 0 they are all 3.
+# By a power of 1/2 the sums are √s·√3, by 0 they are all 3. L = 2: the only sum is 0⁰ = 1.
 @pytest.mark.parametrize(
     ("power", "by_hand"),
     [
         (1.0, [0, 0.5, 1.5, 4.5]),
         (0.5, [0, 0.86602540378, 1.5, 4.5]),
         (0.0, [1.5, 1.5, 1.5, 4.5]),
+        (0.0, [0.5, 1.5]),
     ],
 )
 def test_exit_weights_are_the_papers_sums_flattened_by_a_power_and_made_to_sum_to_one(
     power: float, by_hand: list[float]
 ) -> None:
-    found = exit_weights(np.ones(3, dtype=bool), 0.5, power)
+    found = exit_weights(np.ones(len(by_hand) - 1, dtype=bool), 0.5, power)
     assert found == pytest.approx([each / sum(by_hand) for each in by_hand])
 
 
@@ -176,7 +177,7 @@ def test_exit_weights_are_the_papers_sums_flattened_by_a_power_and_made_to_sum_t
     ],
 )
 def test_a_curriculum_turns_exits_on(curriculum: str, on: list[list[int]]) -> None:
-    found = [CURRICULA[curriculum](8, step, 12, 3) for step in range(len(on))]
+    found = [exits_on(curriculum, 8, step, 12, 3) for step in range(len(on))]
     assert [np.flatnonzero(each).tolist() for each in found] == on
 
 
@@ -214,7 +215,7 @@ def test_an_exits_target_is_the_text_mixed_with_a_share_of_the_last_layers_proba
     """
     model, tokens = tiny()
     model.requires_grad_()
-    total = recipe_loss(model, tokens, None, [0.25, 0.0, 0.75], taught=share)
+    total = recipe_loss(model, tokens, torch.ones(3, 4) > 0, [0.25, 0.0, 0.75], taught=share)
     first, _, last = (
         model.logits(hidden).float() for hidden in layer_outputs(model, tokens[:, :-1])
     )
@@ -335,20 +336,20 @@ def test_a_run_is_not_continued_with_other_options_or_another_text(
     run, moved, other = tmp_path / "run", tmp_path / "moved", tmp_path / "other.json"
     assert train.main(arguments(data, run, steps=1)) == 0
     said = refusal_of(arguments(data, run, steps=1, learning_rate=0.5), capsys)
-    assert "holds a run with learning_rate 0.002: give the same, or another --out" in said
+    assert "holds a run with --learning-rate 0.002: give the same, or another --out" in said
     run.rename(moved)
     data = data.rename(tmp_path / "renamed.jsonl")
     other.write_text(json.dumps(CONFIG), encoding="utf-8")
     assert train.main(arguments(data, moved, steps=1, save_every=7, config=other)) == 0
     other.write_text(json.dumps(CONFIG | {"rms_norm_eps": 0.1}), encoding="utf-8")
     changed = arguments(data, moved, steps=1, config=other)
-    assert "holds a run with config of checksum " in refusal_of(changed, capsys)
+    assert "holds a run with other contents of --config: " in refusal_of(changed, capsys)
     monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
     command = arguments(data, moved, steps=1)
     assert train.main(command) == 0, "by its default the run goes on"
-    assert "holds a run with new 7: give" in refusal_of([*command, "--new=8"], capsys)
+    assert "holds a run with --new 7: give" in refusal_of([*command, "--new=8"], capsys)
     data.write_text(data.read_text().replace("old", "new"), encoding="utf-8")
-    assert "holds a run with text of checksum " in refusal_of(command, capsys)
+    assert "holds a run with other contents of --data: " in refusal_of(command, capsys)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
@@ -394,13 +395,15 @@ def refusal_of(command: list[str], capsys: Any) -> str:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"steps": 0}, "--steps: must be at least 1, found 0"),
+        ({"steps": 0}, "--steps: must be from 1 to 2147483647, found 0"),
+        ({"rotation": 10**20}, "--rotation: must be from 1 to 2147483647, found 1000"),
         ({"steps": "many"}, "--steps: invalid number value: 'many'"),
         ({"layer_dropout": 1.5}, "--layer-dropout: must be from 0 to 1, found 1.5"),
         ({"config": None}, "give either --config or --start-from"),
         ({"start_from": "tiny-llama"}, "give either --config or --start-from"),
         ({"context": 4096}, "more than the config's 256 positions"),
-        ({"vocab_size": 20}, "--vocab-size: must be at least 258, found 20"),
+        ({"vocab_size": 20}, "--vocab-size: must be from 258 to 16777216, found 20"),
+        ({"vocab_size": 2**31}, "--vocab-size: must be from 258 to 16777216, found 2147"),
         ({"data": "nowhere.jsonl"}, "nowhere.jsonl cannot be read"),
         ({"data": "same.jsonl"}, "1 different documents, with "),
         ({"config": "nowhere.json"}, "nowhere.json cannot be read"),

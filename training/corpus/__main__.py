@@ -106,14 +106,13 @@ def run(options: argparse.Namespace) -> None:
     A batch depends on the seed and on the contents of the file only, so that a run that was killed
     continues to the same file. Raises InputError when the model writes nothing new any more.
     """
+    stories: dict[str, dict[str, str]] = {}
     if options.out.exists():
         check_place(options.out)
-    stories: dict[str, dict[str, str]] = {}
-    written = read_json_lines(options.out) if options.out.is_file() else ()
-    with explaining(
-        f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
-    ):
-        add(stories, [row for _, row in written])
+        with explaining(
+            f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
+        ):
+            add(stories, [row for _, row in read_json_lines(options.out)])
     session = Session(
         Options(
             model=options.model,
@@ -128,8 +127,9 @@ def run(options: argparse.Namespace) -> None:
     fruitless = 0
     keep_freed_memory()
     while True:
-        responses = [story["response"] for story in stories.values()]
-        tokens = sum(len(session.tokenizer.encode_parts(each)) for each in responses)
+        tokens = sum(
+            len(session.tokenizer.encode_parts(story["response"])) for story in stories.values()
+        )
         say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")
         if tokens >= options.tokens:
             return
@@ -140,8 +140,10 @@ def run(options: argparse.Namespace) -> None:
             )
         before = len(stories)
         rows = min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
-        rng = random.Random(f"{options.seed} {before} {fruitless}")
-        add(stories, write_stories(session, rows, rng))
+        add(
+            stories,
+            write_stories(session, rows, random.Random(f"{options.seed} {before} {fruitless}")),
+        )
         write_text(options.out, "".join(json.dumps(each) + "\n" for each in stories.values()))
         fruitless = 0 if len(stories) > before else fruitless + rows
 
