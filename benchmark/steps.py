@@ -33,12 +33,11 @@ class Step(NamedTuple):
         """Run the steps from position 0 on, each up to the choice of the likeliest token, which the
         host reads. The cache forgets them. All turns are alike.
         """
-        tokens = torch.zeros(1, self.rows, dtype=torch.int64, device=self.drafter.model.device)
+        drafter = self.drafter
+        tokens = torch.zeros(1, self.rows, dtype=torch.int64, device=drafter.model.device)
         for start in range(0, self.rows * self.count, self.rows):
-            self.drafter.model(tokens, self.drafter.cache, start, self.drafter.plan)[
-                0, -1
-            ].argmax().item()
-        self.drafter.cache.truncate(0)
+            drafter.model(tokens, drafter.cache, start, drafter.plan)[0, -1].argmax().item()
+        drafter.cache.truncate(0)
 
 
 @torch.inference_mode()

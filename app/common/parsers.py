@@ -38,7 +38,7 @@ def parser_of(groups: Groups, **texts: str) -> OneLineParser:
         group = parser.add_argument_group(title) if title else parser
         for name, settings in options.items():
             option = group.add_argument(*name.split(), **settings)
-            has_default = option.default is not False and option.default not in (None, "", [])
+            has_default = option.default is not False and option.default not in (None, "", [], ())
             if has_default and "(default" not in option.help:
                 option.help += " (default: %(default)s)"
     return parser

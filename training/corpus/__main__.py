@@ -140,10 +140,8 @@ def run(options: argparse.Namespace) -> None:
             )
         before = len(stories)
         rows = min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
-        add(
-            stories,
-            write_stories(session, rows, random.Random(f"{options.seed} {before} {fruitless}")),
-        )
+        rng = random.Random(f"{options.seed} {before} {fruitless}")
+        add(stories, write_stories(session, rows, rng))
         write_text(options.out, "".join(json.dumps(each) + "\n" for each in stories.values()))
         fruitless = 0 if len(stories) > before else fruitless + rows
 
