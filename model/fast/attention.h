@@ -1,7 +1,8 @@
 /* Attention of the rows of a step to the keys and values of a layer. From top to bottom: what it
- * reads, the three tasks of attend_to_entries, and what these call: scores, softmax, weighted sums
- * of values, windows. It knows nothing of linear layers, norms and rotary embeddings: a weight is
- * here that of a position in a softmax. A query is the head of a row.
+ * reads, where numbers lie, windows, how a step is divided, the three tasks of attend_to_entries,
+ * and what these call: scores, softmax, weighted sums of values. It knows nothing of linear layers,
+ * norms and rotary embeddings: a weight is here that of a position in a softmax. A query is the
+ * head of a row.
  *
  * Positions are divided into chunks, and a piece of work is one chunk, for one key head and a few
  * queries that read the same keys and values. A score is one sum, to which the columns of a head
@@ -67,13 +68,83 @@ typedef struct { /* weighted sums of the values of a chunk, for a few queries */
     long stride;
 } Weighted;
 
+/* Bytes of a weight: values in bfloat16 meet such weights where pairs are multiplied. */
+INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
+
+/* Numbers of a weighted sum: the columns of a head, filled up to two registers. Where pairs are
+ * multiplied, the even columns of two registers come before the odd ones: see place_of_column. */
+INLINE long padded(long size) { return (size + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH); }
+INLINE long place_of_column(long kind, long column) {
+    long of_two = column % (2 * WIDTH), first = column - of_two;
+    return weight_bytes(kind) == 4 ? column : first + of_two % 2 * WIDTH + of_two / 2;
+}
+
+/* Numbers of a query's partial result of a chunk: the weighted sum of values, and what follows. */
+INLINE long partial_size(const AttentionConfig *c) { return padded(c->head_size) + NUM_AFTER; }
+
+/* Place of a row's head among queries and partials: heads of the same keys lie side by side. */
+INLINE long place_of_query(const Attention *a, long row, long head) {
+    long heads = a->config->heads_per_key;
+    return (head / heads * a->rows + row) * heads + head % heads;
+}
+
+/* Place of an entry of the cache in the layer of ``a``: [head_size] numbers. */
+INLINE char *entry_of(const Attention *a, const Text *text, int which, long head, long position) {
+    long bytes = row_bytes(a->config->kind, a->config->head_size);
+    return text->entries[2 * a->layer + which] + head * text->head_bytes + position * bytes;
+}
+
+/* Positions of a chunk that a row attends to. A layer's window hides all before the oldest. The
+ * window of a plan also hides those from the sinks to the newest; the sinks are then a chunk of
+ * their own:
+ *
+ *     0 ...... oldest ...... sinks ............. newest ...... position
+ *              [  sink chunk )       (hidden)    [   other chunks     ] */
+static Range visible_to(const Attention *a, long position, long chunk) {
+    long end = position + 1, first = chunk * CHUNK, sinks = a->config->sinks;
+    long oldest = a->window ? max(0, end - a->window) : 0;
+    long newest = a->config->newest ? max(oldest, end - a->config->newest) : oldest;
+    if (newest <= sinks) /* nothing is hidden */
+        newest = oldest;
+    if (chunk == a->sink_chunk) {
+        long begin = min(oldest, sinks);
+        return (Range){begin, newest > oldest ? sinks : begin};
+    }
+    long last = max(0, min(CHUNK, end - first));
+    return (Range){min(last, max(0, newest - first)), last};
+}
+
+enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22, MAX_QUERIES = 24 }; /* of a step; queries of a span */
+
+/* Begin the attention of a step: of the next rows of texts, after those that are done. The caller
+ * sets the layer and its window; attend_to_entries sets what a layer reads and writes. */
+static Attention take_rows(const AttentionConfig *c, const Text *texts, long count, long done) {
+    static Memory spans, queries, partials;
+    Attention a = {.config = c, .spans = grow(&spans, MAX_ROWS * sizeof(Span)), .sink_chunk = -1};
+    for (const Text *text = texts; text < texts + count; text++)
+        a.positions = max(a.positions, text->start + text->rows);
+    a.chunks = (a.positions + CHUNK - 1) / CHUNK;
+    if (c->newest)
+        a.sink_chunk = a.chunks++;
+    long numbers = max(1, a.chunks) * c->heads * partial_size(c); /* partials of a row */
+    long most = min(MAX_ROWS, MAX_PARTIALS / numbers + 1);
+    long span_rows = max(1, MAX_QUERIES / c->heads_per_key);
+    for (const Text *text = texts; text < texts + count; text++) {
+        long row = min(done, text->rows); /* the first one that is not done */
+        done -= row;
+        while (row < text->rows && a.rows < most) {
+            long rows = min(min(span_rows, text->rows - row), most - a.rows);
+            a.spans[a.num_spans++] = (Span){text, a.rows, rows, text->start + row};
+            a.rows += rows;
+            row += rows;
+        }
+    }
+    a.queries = grow(&queries, a.rows * c->heads * input_bytes(c->kind, c->head_size));
+    a.partials = grow(&partials, 4 * a.rows * numbers);
+    return a;
+}
+
 /* What the tasks call, defined below. */
-INLINE long padded(long size);
-INLINE long partial_size(const AttentionConfig *c);
-INLINE long place_of_column(long kind, long column);
-INLINE long place_of_query(const Attention *a, long row, long head);
-INLINE char *entry_of(const Attention *a, const Text *text, int which, long head, long position);
-static Range visible_to(const Attention *a, long position, long chunk);
 static void score_keys(long kind, long head_size, const char *keys, Range range, long queries,
                        const char *x, float *scores);
 static void weigh(const AttentionConfig *c, float *scores, Range visible, float after[2]);
@@ -264,9 +335,6 @@ static void score_keys(long kind, long head_size, const char *keys, Range range,
     }
 }
 
-/* Bytes of a weight: values in bfloat16 meet such weights where pairs are multiplied. */
-INLINE long weight_bytes(long kind) { return kind == BF16 && HAS_PAIRS ? 2 : 4; }
-
 /* Bits of a float32 number as an integer, and back. Integers have the order of the numbers, and NaN
  * is the largest or the least, by its sign: so their maximum, unlike that of numbers, does not
  * depend on where a NaN stands, and the compiler may find it lane by lane. */
@@ -297,14 +365,6 @@ static void weigh(const AttentionConfig *c, float *scores, Range visible, float 
     if (weight_bytes(c->kind) == 2)
         for (long i = begin; i < end; i += WIDTH)
             store(BF16, (uint16_t *)scores + i, load(F32, scores + i, end - i), end - i);
-}
-
-/* Numbers of a weighted sum: the columns of a head, filled up to two registers. Where pairs are
- * multiplied, the even columns of two registers come before the odd ones: see place_of_column. */
-INLINE long padded(long size) { return (size + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH); }
-INLINE long place_of_column(long kind, long column) {
-    long of_two = column % (2 * WIDTH), first = column - of_two;
-    return weight_bytes(kind) == 4 ? column : first + of_two % 2 * WIDTH + of_two / 2;
 }
 
 /* Add two weighted values, 2 * WIDTH columns of each, to the sums of a few queries. ``left``
@@ -397,69 +457,4 @@ static void add_visible(const Weighted *w, long rows, long heads, const Range *v
         Range after = {max(visible[row].begin, by_all.end), visible[row].end};
         add_all_values(w, row * heads, (row + 1) * heads, after);
     }
-}
-
-/* Positions of a chunk that a row attends to. A layer's window hides all before the oldest. The
- * window of a plan also hides those from the sinks to the newest; the sinks are then a chunk of
- * their own:
- *
- *     0 ...... oldest ...... sinks ............. newest ...... position
- *              [  sink chunk )       (hidden)    [   other chunks     ] */
-static Range visible_to(const Attention *a, long position, long chunk) {
-    long end = position + 1, first = chunk * CHUNK, sinks = a->config->sinks;
-    long oldest = a->window ? max(0, end - a->window) : 0;
-    long newest = a->config->newest ? max(oldest, end - a->config->newest) : oldest;
-    if (newest <= sinks) /* nothing is hidden */
-        newest = oldest;
-    if (chunk == a->sink_chunk) {
-        long begin = min(oldest, sinks);
-        return (Range){begin, newest > oldest ? sinks : begin};
-    }
-    long last = max(0, min(CHUNK, end - first));
-    return (Range){min(last, max(0, newest - first)), last};
-}
-
-/* Numbers of a query's partial result of a chunk: the weighted sum of values, and what follows. */
-INLINE long partial_size(const AttentionConfig *c) { return padded(c->head_size) + NUM_AFTER; }
-
-/* Place of a row's head among queries and partials: heads of the same keys lie side by side. */
-INLINE long place_of_query(const Attention *a, long row, long head) {
-    long heads = a->config->heads_per_key;
-    return (head / heads * a->rows + row) * heads + head % heads;
-}
-
-/* Place of an entry of the cache in the layer of ``a``: [head_size] numbers. */
-INLINE char *entry_of(const Attention *a, const Text *text, int which, long head, long position) {
-    long bytes = row_bytes(a->config->kind, a->config->head_size);
-    return text->entries[2 * a->layer + which] + head * text->head_bytes + position * bytes;
-}
-
-enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22, MAX_QUERIES = 24 }; /* of a step; queries of a span */
-
-/* Begin the attention of a step: of the next rows of texts, after those that are done. The caller
- * sets the layer and its window; attend_to_entries sets what a layer reads and writes. */
-static Attention take_rows(const AttentionConfig *c, const Text *texts, long count, long done) {
-    static Memory spans, queries, partials;
-    Attention a = {.config = c, .spans = grow(&spans, MAX_ROWS * sizeof(Span)), .sink_chunk = -1};
-    for (const Text *text = texts; text < texts + count; text++)
-        a.positions = max(a.positions, text->start + text->rows);
-    a.chunks = (a.positions + CHUNK - 1) / CHUNK;
-    if (c->newest)
-        a.sink_chunk = a.chunks++;
-    long numbers = max(1, a.chunks) * c->heads * partial_size(c); /* partials of a row */
-    long most = min(MAX_ROWS, MAX_PARTIALS / numbers + 1);
-    long span_rows = max(1, MAX_QUERIES / c->heads_per_key);
-    for (const Text *text = texts; text < texts + count; text++) {
-        long row = min(done, text->rows); /* the first one that is not done */
-        done -= row;
-        while (row < text->rows && a.rows < most) {
-            long rows = min(min(span_rows, text->rows - row), most - a.rows);
-            a.spans[a.num_spans++] = (Span){text, a.rows, rows, text->start + row};
-            a.rows += rows;
-            row += rows;
-        }
-    }
-    a.queries = grow(&queries, a.rows * c->heads * input_bytes(c->kind, c->head_size));
-    a.partials = grow(&partials, 4 * a.rows * numbers);
-    return a;
 }

@@ -48,12 +48,12 @@ def multiply(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def linear(
-    multiply: Callable[..., Tensor], packed: Sequence[Tensor], bias: Tensor | None, x: Tensor
+    kernel: Callable[..., Tensor], packed: Sequence[Tensor], bias: Tensor | None, x: Tensor
 ) -> Tensor:
     """Return x Wᵀ + b with W in four bits, ``packed`` for a kernel: ``[..., in]`` -> ``[..., out]``
     in the dtype of x. It is fast for one row, as in drafts.
     """
-    product = multiply(x.reshape(-1, x.shape[-1]), *packed).view(*x.shape[:-1], -1)
+    product = kernel(x.reshape(-1, x.shape[-1]), *packed).view(*x.shape[:-1], -1)
     return product if bias is None else product + bias
 
 
@@ -75,6 +75,7 @@ class FourBitBlocks(PlannedBlocks):
             return sublayer
         sizes = [product.out_features for product in before]
         parts = {
+            # of model.layers.Attention or GatedMLP
             "project": lambda x: joined(x).split(sizes, -1),
             last: self.joined([own], bits) or own,
         }

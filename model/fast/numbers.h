@@ -36,7 +36,7 @@ enum { WIDTH = 4, TILE_INPUTS = 4 };
 #else
 #error "a step needs AVX2 and fused multiply-add, or a 64-bit ARM processor"
 #endif
-enum { PARTS = LANES / WIDTH }; /* registers of a sum */
+enum { SUM_REGISTERS = LANES / WIDTH }; /* registers of a sum */
 #if defined __AVX512BF16__ || defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 enum { HAS_PAIRS = 1 };
 #else
@@ -49,7 +49,7 @@ typedef float Floats REGISTER(4 * WIDTH);
 typedef int32_t Ints REGISTER(4 * WIDTH);
 typedef uint32_t Uints REGISTER(4 * WIDTH);
 typedef uint16_t Shorts REGISTER(2 * WIDTH);
-typedef float Four REGISTER(16);
+typedef float FourFloats REGISTER(16);
 typedef int32_t FourInts REGISTER(16);
 
 /* a * b + sum, rounded once. */
@@ -196,14 +196,16 @@ INLINE float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (exponential(x +
 INLINE float capped(float x, float cap) { return cap * hyperbolic_tangent(x / cap); }
 
 /* Add the lanes of four sums: [4, 16] -> [4]. */
-INLINE Four add_lanes(float lanes[4][LANES]) {
-    Four f[4];
+INLINE FourFloats add_lanes(float lanes[4][LANES]) {
+    FourFloats f[4];
     for (int i = 0; i < 4; i++) {
-        const Four *quarters = (const Four *)lanes[i];
+        const FourFloats *quarters = (const FourFloats *)lanes[i];
         f[i] = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
     }
-    Four first = PICK(FourInts, f[0], f[1], 0, 1, 4, 5) + PICK(FourInts, f[0], f[1], 2, 3, 6, 7);
-    Four last = PICK(FourInts, f[2], f[3], 0, 1, 4, 5) + PICK(FourInts, f[2], f[3], 2, 3, 6, 7);
+    FourFloats first = PICK(FourInts, f[0], f[1], 0, 1, 4, 5);
+    FourFloats last = PICK(FourInts, f[2], f[3], 0, 1, 4, 5);
+    first += PICK(FourInts, f[0], f[1], 2, 3, 6, 7);
+    last += PICK(FourInts, f[2], f[3], 2, 3, 6, 7);
     return PICK(FourInts, first, last, 0, 2, 4, 6) + PICK(FourInts, first, last, 1, 3, 5, 7);
 }
 

@@ -120,6 +120,8 @@ static void prepare_inputs(long kind, const float *x, long columns, char *out) {
     }
 }
 
+enum { MOST_INPUTS = 4 }; /* rows of inputs of a tile; see TILE_INPUTS */
+
 /* A tile: a block of weights, or one row of it, meets a few rows of inputs, and their sums stay in
  * registers. */
 typedef struct {
@@ -131,7 +133,7 @@ typedef struct {
 } Tile;
 
 /* Columns of a tile of BF16 or F32. A row of weights and a row of inputs have one sum of 16 lanes,
- * in PARTS registers of WIDTH lanes:
+ * in SUM_REGISTERS registers of WIDTH lanes:
  *
  *                          32 columns   32 columns                      inputs 0       1      ...
  *     weights row 0      | --------   | --------   | ...      row 0   | 16 lanes | 16 lanes |
@@ -143,18 +145,20 @@ typedef struct {
  * At the end the lanes of a sum are added up. */
 
 /* Add the products of 32 columns: [4, 32] weights, [inputs, 32] -> sums [4, inputs]. A sum has
- * PARTS registers; ``parts`` of them are added to, from ``part`` on. A register of bfloat16 weights
- * has two columns per lane: pairs, or the lower and the upper ``half`` (see round_to_bf16). */
-INLINE void add_columns(long kind, int inputs, int parts, int part, const char *weights,
-                        long stride, const char *x, long x_stride, Floats sums[BLOCK][4][2]) {
+ * SUM_REGISTERS registers; ``at_once`` of them are added to, from ``first`` on. A register of
+ * bfloat16 weights has two columns per lane: pairs, or the lower and the upper ``half`` (see
+ * round_to_bf16). */
+INLINE void add_columns(long kind, int inputs, int at_once, int first, const char *weights,
+                        long stride, const char *x, long x_stride,
+                        Floats sums[BLOCK][MOST_INPUTS][2]) {
     int pairs = kind == BF16 && HAS_PAIRS, halves = pairs ? 1 : 2;
 #pragma GCC unroll 2
-    for (int reg = 0; reg < parts; reg++)
+    for (int reg = 0; reg < at_once; reg++)
 #pragma GCC unroll 4
         for (int row = 0; row < BLOCK; row++)
 #pragma GCC unroll 2
             for (int half = 0; half < halves; half++) {
-                long offset = 4 * WIDTH * (part + reg), place = offset + 4 * LANES * half;
+                long offset = 4 * WIDTH * (first + reg), place = offset + 4 * LANES * half;
                 Uints pair = AT(const Uints, weights + row * stride + offset);
                 Floats wide = (Floats)(half ? pair & 0xFFFF0000 : pair << 16);
                 if (kind == F32)
@@ -173,39 +177,39 @@ INLINE void add_columns(long kind, int inputs, int parts, int part, const char *
  * blocks are prefetched line by line, so that memory sees one stream. */
 INLINE void multiply_wide(long kind, int inputs, const Tile *tile) {
     const Tile t = *tile;
-    float lanes[4][BLOCK][LANES] __attribute__((aligned(64)));
-    int parts = inputs == 1 && PARTS > 1 ? 2 : 1; /* at a time, which occupy the multipliers */
+    float lanes[MOST_INPUTS][BLOCK][LANES] __attribute__((aligned(64)));
+    int at_once = inputs == 1 && SUM_REGISTERS > 1 ? 2 : 1; /* two occupy the multipliers */
     long bytes = GROUP * bytes_of(kind), x_bytes = input_bytes(kind, GROUP);
     long ahead = BLOCK * t.stride;
 #pragma GCC unroll 4
-    for (int part = 0; part < PARTS; part += parts) {
-        Floats sums[BLOCK][4][2] = {0};
+    for (int first = 0; first < SUM_REGISTERS; first += at_once) {
+        Floats sums[BLOCK][MOST_INPUTS][2] = {0};
         const char *w = t.weights, *x = t.x, *next = w + ahead;
         for (long group = t.columns / GROUP; group > 0; group--, w += bytes, x += x_bytes) {
-            for (long line = 0; part == 0 && line < BLOCK * bytes; line += 64, next += 64) {
+            for (long line = 0; first == 0 && line < BLOCK * bytes; line += 64, next += 64) {
                 __builtin_prefetch(next);
                 __builtin_prefetch(next + ahead);
             }
-            add_columns(kind, inputs, parts, part, w, t.stride, x, t.x_stride, sums);
+            add_columns(kind, inputs, at_once, first, w, t.stride, x, t.x_stride, sums);
         }
         if (t.columns % GROUP) {
             char last[BLOCK][4 * GROUP] = {0};
             for (int row = 0; row < BLOCK; row++)
                 memcpy(last[row], w + row * t.stride, t.columns % GROUP * bytes_of(kind));
-            add_columns(kind, inputs, parts, part, last[0], sizeof *last, x, t.x_stride, sums);
+            add_columns(kind, inputs, at_once, first, last[0], sizeof *last, x, t.x_stride, sums);
         }
 #pragma GCC unroll 4
         for (int row = 0; row < BLOCK; row++)
 #pragma GCC unroll 4
             for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 2
-                for (int reg = 0; reg < parts; reg++)
-                    AT(Floats, lanes[n][row] + WIDTH * (part + reg)) = sums[row][n][reg];
+                for (int reg = 0; reg < at_once; reg++)
+                    AT(Floats, lanes[n][row] + WIDTH * (first + reg)) = sums[row][n][reg];
     }
     for (int n = 0; n < inputs; n++) {
-        Four found = add_lanes(lanes[n]);
+        FourFloats found = add_lanes(lanes[n]);
         if (t.count == BLOCK)
-            AT(Four, t.out + n * t.out_stride) = found;
+            AT(FourFloats, t.out + n * t.out_stride) = found;
         else
             memcpy(t.out + n * t.out_stride, &found, 4 * t.count);
     }
@@ -213,10 +217,10 @@ INLINE void multiply_wide(long kind, int inputs, const Tile *tile) {
 
 enum { AHEAD = 8192 }; /* bytes from what is read to what is prefetched, in low bits */
 
-/* Add the products of 32 columns: [16, 32] codes, [inputs, 32] -> sums [inputs], in ``parts``
+/* Add the products of 32 columns: [16, 32] codes, [inputs, 32] -> sums [inputs], in ``at_once``
  * registers each. Inputs are x_stride groups apart. */
-INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup *x, long x_stride,
-                      Ints sums[4][PARTS]) {
+INLINE void add_codes(int inputs, int at_once, const char *codes, const InputGroup *x,
+                      long x_stride, Ints sums[MOST_INPUTS][SUM_REGISTERS]) {
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++)
 #pragma GCC unroll 4
@@ -225,7 +229,7 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
             Ints first = AT(const int32_t, of_x) - (Ints){0};
             Ints second = AT(const int32_t, of_x + 16) - (Ints){0};
 #pragma GCC unroll 4
-            for (int reg = 0; reg < parts; reg++) {
+            for (int reg = 0; reg < at_once; reg++) {
                 Ints packed = AT(const Ints, codes + 64 * v + 4 * WIDTH * reg);
                 sums[n][reg] = multiply_add_int8(sums[n][reg], packed & 0x0F0F0F0F, first);
                 sums[n][reg] = multiply_add_int8(sums[n][reg], packed >> 4 & 0x0F0F0F0F, second);
@@ -237,24 +241,24 @@ INLINE void add_codes(int inputs, int parts, const char *codes, const InputGroup
 /* Products of a tile in low bits: [16, columns], [inputs, columns] -> [inputs, 16]. */
 INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
     const Tile t = *tile;
-    int parts = inputs == 1 ? PARTS : 1; /* at a time, which share the inputs in registers */
+    int at_once = inputs == 1 ? SUM_REGISTERS : 1; /* they share the inputs in registers */
     long groups = groups_of(t.columns), bytes = layouts[kind].group_bytes;
 #pragma GCC unroll 4
-    for (int part = 0; part < PARTS; part += parts) {
-        Floats found[4][PARTS] = {0};
-        const char *w = t.weights + 4 * WIDTH * part;
+    for (int first = 0; first < SUM_REGISTERS; first += at_once) {
+        Floats found[MOST_INPUTS][SUM_REGISTERS] = {0};
+        const char *w = t.weights + 4 * WIDTH * first;
         const InputGroup *x = (const InputGroup *)t.x;
         for (long group = 0; group < groups; group++, w += bytes, x++) {
-            for (long line = 0; part == 0 && line < bytes; line += 64)
+            for (long line = 0; first == 0 && line < bytes; line += 64)
                 __builtin_prefetch(w + AHEAD + line);
-            Ints sums[4][PARTS] = {0}, upper[4][PARTS] = {0};
-            add_codes(inputs, parts, w, x, groups, sums);
+            Ints sums[MOST_INPUTS][SUM_REGISTERS] = {0}, upper[MOST_INPUTS][SUM_REGISTERS] = {0};
+            add_codes(inputs, at_once, w, x, groups, sums);
             if (kind == EIGHT)
-                add_codes(inputs, parts, w + HALVES, x, groups, upper);
+                add_codes(inputs, at_once, w + HALVES, x, groups, upper);
 #pragma GCC unroll 4
             for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 4
-                for (int reg = 0; reg < parts; reg++) {
+                for (int reg = 0; reg < at_once; reg++) {
                     Ints sum = add_halves(sums[n][reg]) + 16 * add_halves(upper[n][reg]);
                     Floats scale = broadcast(1.0f), zero = broadcast(-128.0f);
                     if (kind == FOUR) {
@@ -271,8 +275,8 @@ INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
 #pragma GCC unroll 4
         for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 4
-            for (int reg = 0; reg < parts; reg++) {
-                long row = WIDTH * (part + reg);
+            for (int reg = 0; reg < at_once; reg++) {
+                long row = WIDTH * (first + reg);
                 if (kind == EIGHT)
                     found[n][reg] *= AT(const Floats, w + 4 * WIDTH * reg);
                 store(F32, t.out + n * t.out_stride + row, found[n][reg], t.count - row);
@@ -293,7 +297,7 @@ TILES(EIGHT, multiply_codes)
 TILES(BF16, multiply_wide)
 TILES(F32, multiply_wide)
 
-static void (*const tiles[][4])(const Tile *) = { /* by kind and rows of inputs */
+static void (*const tiles[][MOST_INPUTS])(const Tile *) = { /* by kind and rows of inputs */
     [FOUR] = {FOUR_1, FOUR_2, FOUR_3, FOUR_4},
     [EIGHT] = {EIGHT_1, EIGHT_2, EIGHT_3, EIGHT_4},
     [BF16] = {BF16_1, BF16_2, BF16_3, BF16_4},

@@ -3,8 +3,13 @@
  *
  * Beside another program a helper may lose its core for milliseconds. The caller waits for pieces
  * that a helper has claimed, never for one that has not begun; and once it has waited for long, it
- * does some steps by itself. So two threads beside a busy program lose little against one alone. Who
- * does a piece does not change its bits. */
+ * does some steps by itself. So two threads beside a busy program lose little against one alone.
+ * Who does a piece does not change its bits.
+ *
+ * A helper never works on the wrong task. ``run`` sets the task before ``unclaimed``, and ends when
+ * all claimed pieces are done and reported. A helper that is late claims from the counter that is
+ * there by then, and reads the task after its claim. Between two tasks the counter is 0 or less, so
+ * that a claim is empty. */
 
 #pragma once
 #include <pthread.h>
@@ -72,6 +77,7 @@ static void *help(void *number) {
         seen = pool.steps;
         pthread_mutex_unlock(&pool.lock);
     }
+    return NULL;
 }
 
 /* Wake or start helpers, for a step on so many threads. */
