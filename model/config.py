@@ -308,6 +308,7 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any]) -> Rope:
         raise InputError(
             f"config.json: rope_parameters must be one object for all layers, found {scaling!r:.80}"
         )
+    # an object of rope_parameters may have the older name too
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     _one_of("rope type", kind, ROPE_FACTORS)
     read = partial(_read, raw | scaling)
@@ -328,7 +329,7 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any]) -> Rope:
 
 def _attention_factor_of_yarn(read: Callable[..., Any], factor: float) -> float:
     """Return the factor of cosines and sines (YaRN, arXiv 2309.00071, section 3.4), which a file
-    may give, or the ratio of two of another strength.
+    may give; or it may give two strengths, whose factors are divided.
     """
     strengths = [read(name, float) for name in ("mscale", "mscale_all_dim")]
     above, below = strengths if all(strengths) else (1.0, 0.0)

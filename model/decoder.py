@@ -103,7 +103,7 @@ class Decoder(Steps, nn.Module):
 
         The T tokens have positions ``[start, start + T)``, and their keys and values are written
         there. Without a cache the tokens attend to each other only. Raises ValueError as
-        ``LayerPlan.of`` and ``check`` do.
+        ``LayerPlan.of`` does and, with a cache, as ``check`` does.
         """
         plan = LayerPlan.of(self.num_layers, plan)
         if cache is not None:

@@ -193,7 +193,7 @@ class Attend(Protocol):
     """Attention of one layer: q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H ->
     ``[B, H, T, D]``. The caller of the layers chooses it: see ``Positions``.
 
-    ``newest`` is the window of a plan. Layers do not pass it: the caller binds it before.
+    ``newest`` is the window of a plan. ``Decoder.hidden`` binds it; layers never pass it.
     """
 
     def __call__(

@@ -21,7 +21,7 @@ class PlannedBlocks:
 
     A low-bit copy is made when a plan first asks for it, and kept. Its products are references:
     they save neither time nor memory. ``FourBitBlocks`` of ``model.fast`` makes faster ones. Where
-    no kernel takes the weights, its copy is None, and the model's own product serves.
+    no kernel of those takes a layer's weights, the copy is None and the model's own product serves.
     """
 
     def __init__(self, model: nn.Module) -> None:

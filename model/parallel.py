@@ -28,7 +28,6 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.errors import InputError, explaining
 
-Cut = tuple[int, range] | None  # a dimension and a rank's indices along it; None: the whole tensor
 # Dimension of each weight that is divided, and the sizes of the config that give the number of
 # units along it and of indices per unit.
 DIVIDED = {
@@ -70,7 +69,7 @@ class Shard:
 
     def part(self, size: str, unit: int = 1) -> range:
         """Return the indices of the rank along the dimension that the config gives as ``size``. It
-        has that many units of ``unit`` indices each; a rank has at least one unit.
+        has that many units, of ``unit`` indices each; a rank has at least one unit.
 
         Ranks may share a key head. Raises InputError where they would share another unit, whose
         products would be summed twice.
@@ -95,8 +94,10 @@ class Shard:
             },
         )
 
-    def cut(self, name: str) -> Cut:
-        """Return the cut of the parameter of this name."""
+    def cut(self, name: str) -> tuple[int, range] | None:
+        """Return the dimension along which the parameter of this name is divided, and the rank's
+        indices there; None where the rank has the whole of it.
+        """
         product, kind = name.split(".")[-2:]
         if product not in DIVIDED or (kind == "bias" and DIVIDED[product][0] == 1):
             return None

@@ -103,8 +103,8 @@ def shares_of(importance: Tensor | None, columns: int, device: torch.device) -> 
     the ``importance`` ``[columns]``: all alike without it. Columns beyond the last have none.
     """
     if importance is None:
-        importance = torch.ones(columns)
-    importance = importance.to(device).float()
+        importance = torch.ones(1)
+    importance = importance.to(device).float().expand(columns)  # raises for another length
     # With zero importance scale and zero would be undefined. A common factor changes nothing.
     importance = importance / importance.mean().clamp(min=1e-30) + 1e-4
     importance = F.pad(importance, (0, -columns % GROUP)).view(-1, GROUP)

@@ -9,7 +9,7 @@ from torch import Tensor
 from model.cache import KVCache
 from model.plan import LayerPlan
 
-CACHE = "{} texts of {} layers with {} key heads of size {}, in {}"  # in messages
+DESCRIPTION = "{} texts of {} layers with {} key heads of size {}, in {}"  # of a cache
 
 
 class Abilities(NamedTuple):
@@ -62,8 +62,8 @@ class Steps:
         )
         if found != wanted:
             raise ValueError(
-                f"a cache for {CACHE.format(*found)} does not fit {CACHE.format(*wanted)}: take one"
-                " of the model's new_cache"
+                f"a cache for {DESCRIPTION.format(*found)} does not fit"
+                f" {DESCRIPTION.format(*wanted)}: take one of the model's new_cache"
             )
         cache.check(plan.attention_layers, start, tokens.shape[1])
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from model.decoder import Decoder
-from model.parallel import Cut, Shard, split
+from model.parallel import Shard, split
 from tests.calls import until
 from tests.commands import Outcome
 from tests.laws import random_model
@@ -117,7 +117,7 @@ def split_model(config: dict[str, Any]) -> Decoder:
     return split(part, shard)
 
 
-def part_of(parameter: torch.Tensor, cut: Cut) -> torch.Tensor:
+def part_of(parameter: torch.Tensor, cut: tuple[int, range] | None) -> torch.Tensor:
     """A rank's shard of a parameter."""
     return parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
 

@@ -36,7 +36,7 @@ OTHER_FORMATS = {  # often given in place of a model: the end of a file's name, 
     " of peft, and save the result",
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# glob patterns of a folder's tokenizer files
+# glob patterns
 TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -132,6 +132,12 @@ def refuse_other_formats(path: Path) -> None:
             raise InputError(f"{path} {remedy}")
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the tokenizer files of a folder, those that are there."""
+    found = chain.from_iterable(map(folder.glob, TOKENIZER_FILES))
+    return [path for path in found if path.is_file()]
+
+
 def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = None) -> None:
     """Write a folder that ``load_model`` and transformers can load, in the model's dtype.
 
@@ -165,6 +171,6 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
             save_file(state, temporary, metadata={"format": "pt"})
             write_json(folder / "config.json", config)
         if tokenizer_from is not None and tokenizer_from.resolve() != folder.resolve():
-            for path in chain.from_iterable(map(tokenizer_from.glob, TOKENIZER_FILES)):
+            for path in tokenizer_files(tokenizer_from):
                 with atomic_path(folder / path.name) as temporary:
                     shutil.copyfile(path, temporary)

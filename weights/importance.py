@@ -6,7 +6,6 @@ between runs. Knows nothing of drafts.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from app.common.files import atomic_path
 from model.decoder import Decoder
 from model.errors import InputError, one_line
 from model.places import cache_folder, version
-from weights.checkpoint import TOKENIZER_FILES
+from weights.checkpoint import tokenizer_files
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
@@ -54,8 +53,7 @@ def importance_file(model: Decoder, folder: Path) -> Path:
     """Return the file of a model, named by all that determines its importance."""
     dtype = str(model.dtype).removeprefix("torch.")
     # The files rather than the encoded prompts: a chat template may write today's date.
-    tokenizer = filter(Path.is_file, chain.from_iterable(map(folder.glob, TOKENIZER_FILES)))
-    sources = version([Path(__file__), PROMPTS_FILE, *tokenizer])
+    sources = version([Path(__file__), PROMPTS_FILE, *tokenizer_files(folder)])
     name = f"{model_fingerprint(folder)}-{dtype}-{sources}.safetensors"
     return cache_folder() / "importance" / name
 
@@ -91,8 +89,6 @@ def input_means(
     ``statistic`` is a sum over the rows of float32 inputs ``[n, in]``. By default it is that of the
     squares, ``[in]``. Another one is that of the products of all pairs, ``[in, in]``.
     """
-    layers = linear_layers(model)
-    del layers["head"]  # it reads the normed states; a tied one is an embedding
     means: dict[str, Tensor] = {}
     count = sum(map(len, texts))
 
@@ -100,10 +96,11 @@ def input_means(
         means[name] = means.get(name, 0) + statistic(x.float().flatten(0, -2)) / count
 
     with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
-            hooks.enter_context(hook)
+        for name, layer in linear_layers(model).items():
+            if name != "head":
+                hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
+                hooks.enter_context(hook)
         for text in texts:
             states = model.hidden(torch.tensor([[*text]], device=model.device))
-            add("head", model.norm(states))
+            add("head", model.norm(states))  # a tied one is an embedding, which is not called
     return means

@@ -3,8 +3,9 @@
 From the top: names and the hub, configs and dtypes, loading, the fingerprint. The hub's library
 downloads into its cache, and obeys HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT. A
 checkpoint's tensors are compared with its config before memory for them is allocated. Loading takes
-the memory of the weights and of one stored tensor. Knows nothing of decoding, and options only by
-their names, which its messages give.
+the memory of the weights and of one stored tensor; where a tied head is stored too, both matrices
+are compared before. Knows nothing of decoding, and options only by their names, which its messages
+give.
 """
 
 from __future__ import annotations
@@ -254,14 +255,16 @@ def wanted_tensors(
 @cache
 def model_fingerprint(folder: Path) -> str:
     """Return a hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of each
-    tensor, 16 hex digits, computed once per process and folder.
+    tensor, 16 hex digits, computed once per process and folder: a folder that is written
+    later keeps its old one.
 
     It is fast at any size. In practice a training step changes some of these bytes of every tensor
     that it trains. So a file made for one model is not used with another.
     """
     digest = hashlib.sha256(json.dumps(read_json(folder / CONFIG), sort_keys=True).encode())
     for name, tensor in sorted(stored_tensors(folder, read_config(folder)).items()):
-        # "None" for all dtypes that no weight has: plans that are kept hold hashes of this text
+        # Plans hold hashes of this text, so it must not change. A dtype that is not in
+        # STORED_DTYPES is "None".
         digest.update(f"{name} {tensor.shape} {STORED_DTYPES.get(tensor.stored_as)}".encode())
         stored = tensor.mapped().view(-1).view(torch.uint8).numpy()
         for sample in range(SAMPLES):

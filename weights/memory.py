@@ -53,7 +53,7 @@ class Memory:
     def line(self, free: int, optional_copies: int) -> str:
         """Return a line of the parts, their total, and the ``free`` bytes to compare it with.
 
-        ``optional_copies`` stand behind the total, which does not count them.
+        ``optional_copies`` come after the total, and are not counted in it.
         """
         sizes = {
             "weights": self.weights,
@@ -94,7 +94,7 @@ def estimate(
     widest = max(each.hidden_size + each.intermediate_size for each in models)
     layer = 3 * min(prompt, PREFILL_CHUNK) * widest * dtype.itemsize
     # With a soft cap no fused kernel computes the attention: three tensors of scores at once.
-    capped_heads = config.num_heads if config.attention_soft_cap else 0
+    capped_heads = max(each.num_heads if each.attention_soft_cap else 0 for each in models)
     scores = 3 * min(prompt, QUERIES) * capped_heads * prompt * wide_dtype(dtype).itemsize
     rows = min(longest_draft + 1, max(1, positions - prompt))
     copies = LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES
@@ -134,7 +134,7 @@ def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int, positions: i
 
 def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
     """Return the bytes of the low-bit copies of a plan."""
-    return bytes_read(config, plan, itemsize=0)
+    return bytes_read(config, plan, itemsize=0)  # what is not in low bits takes no bytes
 
 
 def has_memory_for(model: Decoder, plans: Iterable[LayerPlan]) -> bool:

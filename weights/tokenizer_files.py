@@ -48,6 +48,7 @@ def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]
     normalises by itself. Raises errors of any kind for a damaged file.
     """
     if path.suffix == ".model":
+        # here, since it imports this module
         from weights.sentencepiece_file import read_sentencepiece
 
         library, normalise = read_sentencepiece(path)
@@ -135,7 +136,7 @@ def control_tokens(
         if token.special
     }
     given = {token.content: number for number, token in listed.items()}
-    more = {*given, *names} & vocabulary.keys() - own.keys()
+    more = {*given, *names} & (vocabulary.keys() - own.keys())
     library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
     return {**given, **{each: vocabulary[each] for each in more}, **own}
 

@@ -19,14 +19,15 @@ class PreparedDecoder(Steps):
     """Base of decoders with faster steps than the readable ``model``, whose weights they share.
 
     A subclass has a ``__call__`` of its own, and those members of ``Steps`` that differ. All other
-    members of a ``Decoder``, such as ``prefill``, are those of ``model``. They are read here and
-    set there: an attribute that is set here only hides the one of ``model``.
+    members of a ``Decoder``, such as ``prefill``, are those of ``model``. An attribute that is set
+    here is not set there.
     """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask before there is a model
         return getattr(vars(self).get("model"), name)
 
 

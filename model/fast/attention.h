@@ -1,8 +1,8 @@
 /* Attention of the rows of a step to the keys and values of a layer. From top to bottom: what it
  * reads, where numbers lie, windows, how a step is divided, the three tasks of attend_to_entries,
  * and what these call: scores, softmax, weighted sums of values. It knows nothing of linear layers,
- * norms and rotary embeddings: a weight is here that of a position in a softmax. A query is the
- * head of a row.
+ * norms and rotary embeddings. A weight is here a position's share in a softmax, not a parameter. A
+ * query is the head of a row.
  *
  * Positions are divided into chunks, and a piece of work is one chunk, for one key head and a few
  * queries that read the same keys and values. A score is one sum, to which the columns of a head
@@ -147,7 +147,7 @@ static Attention take_rows(const AttentionConfig *c, const Text *texts, long cou
 /* What the tasks call, defined below. */
 static void score_keys(long kind, long head_size, const char *keys, Range range, long queries,
                        const char *x, float *scores);
-static void weigh(const AttentionConfig *c, float *scores, Range visible, float after[2]);
+static void weigh(const AttentionConfig *c, float *scores, Range visible, float after[NUM_AFTER]);
 static void add_visible(const Weighted *w, long rows, long heads, const Range *visible);
 
 /* Three tasks, one after the other. For each span, chunk and key head, a piece of the second task
@@ -197,7 +197,12 @@ static void attend_to_chunk(void *argument, long piece) {
         memset(sums, 0, 4 * partial_size(c));
         weigh(c, scores[query], visible[query / c->heads_per_key], sums + padded(c->head_size));
     }
-    Weighted w = {c->kind, c->head_size, values, (char *)scores, out, stride};
+    Weighted w = {.kind = c->kind,
+                  .head_size = c->head_size,
+                  .values = values,
+                  .weights = (char *)scores,
+                  .sums = out,
+                  .stride = stride};
     add_visible(&w, span->rows, c->heads_per_key, visible);
 }
 
@@ -342,9 +347,10 @@ INLINE int32_t in_order(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF);
 
 /* Weights of a query's visible positions: softmax of their scores without its division, which is
  * exponentials of the scaled scores less the largest. They replace the scores, in bfloat16 where
- * pairs are multiplied. Weights beside the visible ones are zeros, since values are added two by
- * two, from an even position on. */
-static void weigh(const AttentionConfig *c, float *scores, Range visible, float after[2]) {
+ * pairs are multiplied: a store never reaches what is still to be read, since it writes at half the
+ * offset. Weights beside the visible ones are zeros, since values are added two by two, from an
+ * even position on. */
+static void weigh(const AttentionConfig *c, float *scores, Range visible, float after[NUM_AFTER]) {
     float scale = c->scale, cap = c->soft_cap;
     long begin = visible.begin, end = visible.end;
     int32_t highest = in_order(bits_of(-__builtin_inff()));
@@ -443,8 +449,8 @@ static void add_all_values(const Weighted *w, long first, long end, Range range)
 }
 
 /* Add the values of the positions that each row sees. A row has as many queries as a key head has
- * heads. A later row begins at no earlier position, and ends at no earlier one. Positions that all
- * rows see are added for all at once, those before and after them row by row. */
+ * heads. From row to row, begin and end never decrease. Positions that all rows see are added
+ * for all at once, those before and after them row by row. */
 static void add_visible(const Weighted *w, long rows, long heads, const Range *visible) {
     long first = (visible[rows - 1].begin + 1) & ~1;
     Range by_all = {first, max(first, visible[0].end & ~1)};

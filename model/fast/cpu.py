@@ -41,7 +41,9 @@ NORMS = {  # of a block: fields of a Layer in step.c, and their names here
 }
 KINDS = {torch.bfloat16: 16, torch.float32: 32}  # of numbers in step.c: bits
 IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}  # the activations of step.c
-PLANS = 16  # whose weights are kept by address: a text has two or three, a search has hundreds
+# Weights that are kept by address, each of a plan and a size of cache: a text has two or three, a
+# search has hundreds
+PLANS = 16
 one_at_a_time = threading.Lock()  # step.c has one pool of threads, and one memory of a step
 
 
@@ -72,6 +74,7 @@ class FastDecoder(PreparedDecoder):
     def __init__(self, model: Decoder) -> None:
         step = library()  # first: where it cannot be compiled, the model stays as it is
         super().__init__(model)
+        self.dtype = model.dtype  # of weights by address, whatever the model is cast to
         model.attend = attend_by_step
         if model.dtype == torch.bfloat16 and not step.has_pairs():
             for part in model.modules():
@@ -79,7 +82,7 @@ class FastDecoder(PreparedDecoder):
                     part.forward = partial(multiply_widened, part)
         self.weights = lru_cache(PLANS)(partial(Weights, self))
         self.copies: dict[tuple[nn.Module, int], Tensor] = {}  # in few bits, each made once
-        # of each cache, made once
+        # of the entries of a cache, which stay where they are
         self.addresses: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FastDecoder":
@@ -87,7 +90,7 @@ class FastDecoder(PreparedDecoder):
         return FastDecoder(copy.deepcopy(self.model, memo))
 
     def prepare(self, plan: LayerPlan) -> None:
-        self.weights(plan, 1)
+        Weights(self, plan, 1)  # makes copies, which are kept
 
     def __call__(
         self,
@@ -111,9 +114,12 @@ class FastDecoder(PreparedDecoder):
 
         Each call has its own cache. The logits of a call have the same bits as alone. Raises
         IndexError for ids outside of the vocabulary, and ValueError where a cache does not fit, as
-        ``LayerPlan.of`` and ``Steps.check`` do, before any cache changes.
+        ``LayerPlan.of`` and ``Steps.check`` do, before any cache changes; and ValueError for a
+        model that was cast since it was accelerated.
         """
         plan = LayerPlan.of(self.num_layers, plan)
+        if self.model.dtype != self.dtype:
+            raise ValueError("the model was cast to another dtype since: accelerate it again")
         if not calls:
             return []
         ids = torch.cat([tokens.flatten() for tokens, _, _ in calls])
@@ -139,7 +145,7 @@ class FastDecoder(PreparedDecoder):
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
 
-    def copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
+    def low_bit_copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
         """Return the copy of a weight in few bits, made once, by the importance of its inputs."""
         if (product, bits) not in self.copies:
             importance = self.importance.get(product)
@@ -164,16 +170,15 @@ class Weights:
     """Weights of a model under a plan as the step reads them, by address, with rotary angles for
     ``positions``.
 
-    It owns all tensors there, whatever becomes of the model's, as long as a step may read them.
-    Matrices in the checkpoint's bits are the model's own: a step sees changes in place. Norms,
-    biases and low-bit copies are as they were when this was made: after a change of these, make a
-    new decoder.
+    It keeps the memory of all these tensors, also where the model gets others. Matrices in the
+    checkpoint's bits are the model's own: a step sees changes in place. Norms, biases and low-bit
+    copies are as they were when this was made: after a change of these, make a new decoder.
     """
 
     @torch.no_grad()
     def __init__(self, fast: FastDecoder, plan: LayerPlan, positions: int) -> None:
         self.owned: list[object] = []
-        self.copy = fast.copy
+        self.low_bit_copy = fast.low_bit_copy
         config = fast.config
         model = fast.model
         angles = {
@@ -185,7 +190,7 @@ class Weights:
         )
         layers = (CLayer * config.num_layers)(
             *(
-                self.layer(block, attention, mlp, angles[rope], window, NORMS[config.family.block])
+                self.layer(block, attention, mlp, angles[rope], window)
                 for block, attention, mlp, rope, window in parts
             )
         )
@@ -219,12 +224,15 @@ class Weights:
         mlp: int,
         angles: list[int],
         window: int | None,
-        names: dict[str, str],
     ) -> ctypes.Structure:
         """Return the weights of a block, those of each sublayer in its number of bits."""
         sublayer = block.self_attn
-        norms = {field: self.scales(block.get_submodule(name)) for field, name in names.items()}
-        if sublayer.config.family.head_norms:
+        family = sublayer.config.family
+        norms = {
+            field: self.scales(block.get_submodule(name))
+            for field, name in NORMS[family.block].items()
+        }
+        if family.head_norms:
             norms |= {
                 "q_norm": self.scales(sublayer.q_norm),
                 "k_norm": self.scales(sublayer.k_norm),
@@ -246,15 +254,15 @@ class Weights:
         )
 
     def address(self, tensor: Tensor) -> int:
-        """Return the address of a tensor, which is kept."""
-        self.owned.append(tensor)
+        """Return the address of a tensor, whose memory is kept: a parameter's own may change."""
+        self.owned.append(tensor.detach())
         return tensor.data_ptr()
 
     def matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> ctypes.Structure:
         """Return the weights of a linear layer in these bits; 0 is none."""
         if not bits:
             return CMatrix()
-        weight = product.weight.contiguous() if bits == FULL else self.copy(product, bits)
+        weight = product.weight.contiguous() if bits == FULL else self.low_bit_copy(product, bits)
         kind = KINDS[weight.dtype] if bits == FULL else bits
         bias = getattr(product, "bias", None)
         place = None if bias is None else self.address(bias.float())
@@ -299,7 +307,7 @@ def angle_table(rope: Rope, size: int, positions: int) -> list[Tensor]:
     return [each.chunk(2, 1)[1].contiguous() for each in tables]
 
 
-def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
+def rounded(weight: Tensor, bits: int, importance: Tensor | None) -> Tensor:
     """Return a copy of ``[out, in]`` weights in few bits, uint8 ``[blocks of 16 rows, bytes]``: the
     codes of ``model.quantise.quantise``, laid out as ``products.h`` draws them. Raises ValueError
     for other bits than ``LOW_BITS``, for which the step would write past the copy.

@@ -60,7 +60,9 @@ class StaticCache:
             return
         self.steps.clear()
         capacity = static_capacity(end)
-        self.entries.capacity = 0  # without memory for all, the next call gives them one length
+        self.entries.capacity = (
+            0  # if memory runs out midway, lengths differ: the next call mends it
+        )
         for tensors in (self.entries.keys, self.entries.values):
             for layer, tensor in enumerate(tensors):
                 more = capacity - tensor.shape[2]
@@ -76,7 +78,7 @@ class TextCache(KVCache):
     """
 
     def __init__(self, static: StaticCache, capacity: int) -> None:
-        static.make_room(1)
+        static.make_room(1)  # where an earlier text found no memory
         self.static = static
         self.capacity = capacity
         self.keys = static.entries.keys
@@ -87,8 +89,9 @@ class TextCache(KVCache):
             tensor.zero_()
 
     def claim(self, layers: Collection[int], start: int, count: int) -> None:
+        self.check(layers, start, count)
+        self.static.make_room(start + count)  # which may find no memory
         super().claim(layers, start, count)
-        self.static.make_room(start + count)
 
 
 class StaticEntries(NamedTuple):

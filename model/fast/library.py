@@ -102,7 +102,7 @@ def compiler() -> list[str]:
 
 def machine_flags() -> list[str]:
     """Return the compiler's options for this processor, or for the one in SPECDEC_MARCH."""
-    name = os.environ.get("SPECDEC_MARCH", "native")
+    name = os.environ.get("SPECDEC_MARCH") or "native"
     is_arm = platform.machine() in ("aarch64", "arm64")
     return f"-mcpu={name}".split() if is_arm else f"{TUNING} -march={name}".split()
 

@@ -21,16 +21,16 @@ typedef struct {
 /* In low bits, 16 rows of weights, one per lane, lie in memory group by group:
  *
  *     4 bits     256 bytes of codes, 64 of scales and zeros      pairs of bfloat16
- *     8 bits     256 bytes of lower halves of codes, 256 of upper halves;
+ *     8 bits     256 bytes of the low four bits of codes, 256 of the high four;
  *                after the last group 64 bytes of scales         float32
  *
  *     64 bytes of codes              row 0       row 1             row 15
  *     (v = 0, 1, 2, 3)             | c c c c   | c c c c   | ... | c c c c   |
- *     lower halves of bytes          columns 4v ... 4v + 3 of the group
- *     upper halves                   columns 4v + 16 ... 4v + 19
+ *     low four bits of bytes         columns 4v ... 4v + 3 of the group
+ *     high four bits                 columns 4v + 16 ... 4v + 19
  *
  * A weight is code * scale + zero; in eight bits, whose codes are 0 to 255, zero is -128 scales. */
-enum { HALVES = 256, SCALES = 64, FOUR_GROUP = HALVES + SCALES, EIGHT_GROUP = 2 * HALVES };
+enum { CODES = 256, SCALES = 64, FOUR_GROUP = CODES + SCALES, EIGHT_GROUP = 2 * CODES };
 
 typedef struct { /* 32 inputs that meet low-bit weights: each is about its code * scale */
     int8_t codes[GROUP];
@@ -251,18 +251,18 @@ INLINE void multiply_codes(long kind, int inputs, const Tile *tile) {
         for (long group = 0; group < groups; group++, w += bytes, x++) {
             for (long line = 0; first == 0 && line < bytes; line += 64)
                 __builtin_prefetch(w + AHEAD + line);
-            Ints sums[MOST_INPUTS][SUM_REGISTERS] = {0}, upper[MOST_INPUTS][SUM_REGISTERS] = {0};
+            Ints sums[MOST_INPUTS][SUM_REGISTERS] = {0}, high[MOST_INPUTS][SUM_REGISTERS] = {0};
             add_codes(inputs, at_once, w, x, groups, sums);
             if (kind == EIGHT)
-                add_codes(inputs, at_once, w + HALVES, x, groups, upper);
+                add_codes(inputs, at_once, w + CODES, x, groups, high);
 #pragma GCC unroll 4
             for (int n = 0; n < inputs; n++)
 #pragma GCC unroll 4
                 for (int reg = 0; reg < at_once; reg++) {
-                    Ints sum = add_halves(sums[n][reg]) + 16 * add_halves(upper[n][reg]);
+                    Ints sum = add_halves(sums[n][reg]) + 16 * add_halves(high[n][reg]);
                     Floats scale = broadcast(1.0f), zero = broadcast(-128.0f);
                     if (kind == FOUR) {
-                        Uints packed = AT(const Uints, w + HALVES + 4 * WIDTH * reg);
+                        Uints packed = AT(const Uints, w + CODES + 4 * WIDTH * reg);
                         scale = (Floats)(packed << 16);
                         zero = (Floats)(packed & 0xFFFF0000);
                     }

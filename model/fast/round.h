@@ -77,7 +77,7 @@ INLINE void read_group(const Matrix *m, long row, long column, Floats weights[GR
     }
 }
 
-/* Write codes 0 to 15 of a group: columns 0 to 15 to the lower halves of bytes. */
+/* Write codes 0 to 15 of a group: columns 0 to 15 to the low four bits of bytes. */
 INLINE void write_codes(const Ints codes[GROUP], char *out) {
     for (int v = 0; v < 4; v++, out += 4 * LANES) {
         Ints four = {0};
@@ -100,7 +100,7 @@ static void round_to_four(void *argument, long block) {
             for (int i = 0; i < GROUP; i++)
                 codes[i] = codes_of(weights[i], scale, zero);
             write_codes(codes, out + 4 * lane);
-            AT(Uints, out + HALVES + 4 * lane) = (Uints)scale >> 16 | (Uints)zero;
+            AT(Uints, out + CODES + 4 * lane) = (Uints)scale >> 16 | (Uints)zero;
         }
 }
 
@@ -119,15 +119,15 @@ static void round_to_eight(void *argument, long block) {
         AT(Floats, out + bytes - SCALES) = scale;
         for (long column = 0; column < columns; column += GROUP, out += EIGHT_GROUP) {
             read_group(r->matrix, block * LANES + lane, column, weights);
-            Ints lower[GROUP], upper[GROUP];
+            Ints low[GROUP], high[GROUP];
             for (int i = 0; i < GROUP; i++) {
                 Floats ratio = blend(scale > 0.0f, weights[i] / scale, broadcast(0.0f));
                 Ints code = nearest(ratio) + 128;
-                lower[i] = code & 15;
-                upper[i] = code >> 4 & 15;
+                low[i] = code & 15;
+                high[i] = code >> 4 & 15;
             }
-            write_codes(lower, out);
-            write_codes(upper, out + HALVES);
+            write_codes(low, out);
+            write_codes(high, out + CODES);
         }
     }
 }

@@ -59,7 +59,7 @@ def pack(weight: Quantised) -> tuple[Tensor, Tensor, Tensor]:
     codes = weight.codes.unflatten(1, (-1, 2, HALF))
     # a byte holds the codes of places i and i + 16 of a group, so that inputs lie in a row
     pairs = (codes[:, :, 0] | codes[:, :, 1] << 4).contiguous()
-    # older GPUs have no bf16
+    # float16, since GPUs before capability 8.0 only emulate bf16
     return pairs, weight.scale.half().contiguous(), weight.zero.half().contiguous()
 
 
@@ -68,6 +68,6 @@ def multiply(rows: Tensor, pairs: Tensor, scale: Tensor, zero: Tensor) -> Tensor
     size, groups = scale.shape
     product = rows.new_empty(len(rows), size)
     kernel[triton.cdiv(size, ROWS), len(rows)](
-        rows, pairs, scale, zero, product, size, groups, HALF=HALF, ROWS=ROWS, GROUPS=8
+        rows.contiguous(), pairs, scale, zero, product, size, groups, HALF=HALF, ROWS=ROWS, GROUPS=8
     )
     return product

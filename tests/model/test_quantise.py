@@ -183,7 +183,7 @@ def test_low_bit_copies_are_made_once_when_a_plan_asks_for_them() -> None:
     ("refused", "said"),
     [
         *(
-            (partial(round_weights, weights(64, 64, 0), bits), f"not to {bits}")
+            (partial(round_weights, weights(64, 64, 0), bits, None), f"not to {bits}")
             for round_weights in (quantise, rounded)
             for bits in (0, 3, FULL)
         ),

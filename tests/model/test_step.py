@@ -296,6 +296,9 @@ def test_a_step_reads_the_weights_where_training_changes_them() -> None:
         weight[0] *= 2
         assert not torch.equal(model(tokens_for(3), model.new_cache(3), 0), before)
     assert torch.equal(twin(tokens_for(3), twin.new_cache(3), 0), first)
+    twin.model.float()
+    with pytest.raises(ValueError, match="accelerate it again"):
+        twin(tokens_for(3), twin.new_cache(3), 0)
 
 
 def test_gradients_pass_through_the_attention_of_a_prompt() -> None:
@@ -564,5 +567,5 @@ def test_only_the_weights_of_the_newest_plans_are_kept() -> None:
     oldest = weakref.ref(model.weights(LayerPlan.full(3), 1))
     for window in range(cpu.PLANS):
         assert oldest()
-        model.prepare(replace(LayerPlan.full(3), window=window + 1))
+        model.weights(replace(LayerPlan.full(3), window=window + 1), 1)
     assert oldest() is None
