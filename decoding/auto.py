@@ -136,8 +136,8 @@ class Offer(NamedTuple):
     ``rates`` are those of its kind, a model's drafts or guesses of one quality; None where nothing
     is offered. ``token_cost`` is that of a drafted token: its draft step, if it needs one, and its
     row of the verification.
-    ``round_cost`` is that of a round with it, without its tokens. ``tokens`` are given where they
-    are known without running a model.
+    ``round_cost`` is that of a round with it, without its tokens. ``tokens`` are known
+    without running a model; None where a model drafts.
     """
 
     name: str | None
@@ -148,8 +148,8 @@ class Offer(NamedTuple):
 
 
 def plain_offer(costs: Costs) -> Offer:
-    """Return the offer of plain decoding. Tokens that are drafted all the same are those of a
-    drafter around this one: they cost their rows alone.
+    """Return the offer of plain decoding. Where a drafter around this one drafts all the same, its
+    tokens cost their verified rows alone.
     """
     return Offer(None, None, costs.row_cost, 1.0, ())
 
@@ -209,9 +209,9 @@ class Auto(Policy):
         costs = self.costs_at(len(text))  # which may measure them
         began = perf_counter()
         offers = [*self._offers(text, limit, costs)]
-        drafts = [(1.0, 0, plain_offer(costs))]
-        drafts += [(*self._best_length(offer, limit), offer) for offer in offers]
-        speedup, length, taken = max(drafts, key=lambda draft: draft[0])
+        drafts = [(*self._best_length(offer, limit), offer) for offer in offers]
+        plain = 1.0, 0, plain_offer(costs)
+        speedup, length, taken = max([plain, *drafts], key=lambda draft: draft[0])
         self.choice = Choice(taken, speedup, offers, began)
         if taken.tokens is not None:
             return draft_of(text, taken.tokens[:length])
@@ -276,6 +276,7 @@ class Auto(Policy):
         if costs.timed and choice.began is not None:
             costs.observe(taken.name, perf_counter() - choice.began, drafted_cost)
         for offer in choice.offers:
+            # known tokens; else a model's draft that was made, or one that was not
             if offer.tokens:
                 compared = [1.0] * min(len(offer.tokens), len(round.emitted))
                 offer.rates.learn(compared, common_prefix(offer.tokens, round.emitted))

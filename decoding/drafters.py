@@ -46,7 +46,9 @@ class Drafter(Protocol):
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
-        """Return up to ``limit`` tokens to follow the text, drawn only through ``randomness``."""
+        """Return up to ``limit`` tokens to follow the text, drawn only through ``randomness``. Each
+        must be allowed by ``text.allowed_after`` the ones before it.
+        """
 
     def rollback(self, length: int) -> None:
         """Forget the positions from ``length`` on: the text has so many tokens. It is called before
@@ -125,10 +127,9 @@ class ModelDrafter:
         comes to this place.
         """
         limit = min(limit, self.model.max_positions + 1 - len(text))
-        # What follows an end-of-text token would be discarded. A draft ends with it where the host
-        # reads the tokens anyway. Elsewhere a GPU would have to synchronise for each.
-        reads_confidence_on_cpu = policy.reads_draft_confidence and text.device.type == "cpu"
-        ends_at_eos = reads_confidence_on_cpu or bool(text.conditions.constraints)
+        # What follows an end-of-text token would be discarded, so a draft ends with it. But a GPU
+        # would have to synchronise to see it, as it does only under constraints.
+        ends_at_eos = text.device.type == "cpu" or bool(text.conditions.constraints)
         context = text.tensor()
         unread = context[self.cache.length :]  # tokens that are not yet in the cache
         empty = empty_draft(text.vocab_size, text.device)

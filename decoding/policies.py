@@ -15,8 +15,8 @@ class Policy:
 
     ``gamma`` is the largest number of tokens drafted per round.
 
-    ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax
-    over the vocabulary.
+    ``reads_draft_confidence`` and ``reads_target_confidence`` say whether it needs confidences,
+    each of which costs a softmax over the vocabulary.
 
     """
 

@@ -1,6 +1,6 @@
 """Exponential race with keyed exponentials: the token of the least E/p, and the hash that makes E.
 
-On a CPU a race computes logarithms of a few ids only. Knows nothing of texts and seeds.
+On a CPU ``race_among_few`` computes logarithms of a few ids only. Knows nothing of texts and seeds.
 """
 
 import math

@@ -111,9 +111,9 @@ class KeyedRandomness(Randomness):
 
     The seed determines the text. At every place each token id has an exponential random number E.
     The draw from p is argmin E/p, which has the distribution p. Draft and target use the same E, so
-    they mostly agree. E is a counter-based hash of (seed, sample, position, retractions, id): it
-    has the same bits on every device and does not depend on earlier draws. After a retraction every
-    place has new E, since the old ones are not independent of the retraction.
+    they mostly agree. E is made from a counter-based hash of (seed, sample, position, retractions,
+    id), whose bits are the same on every device and do not depend on earlier draws. After a
+    retraction every place has new E, since the old ones are not independent of the retraction.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:

@@ -16,7 +16,7 @@ from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import DeadEnd, Text
-from decoding.verify import Verify, verify_by_ratio
+from decoding.verify import Verify
 from model.errors import InputError
 
 NON_FINITE = (
@@ -37,7 +37,7 @@ def speculate(
     policy: Policy,
     params: SamplingParams,
     randomness: Randomness,
-    verify: Verify = verify_by_ratio,
+    verify: Verify,
     *,
     observer: Observer | None = None,
 ) -> Iterator[Round]:
@@ -129,7 +129,7 @@ def read_verdict(
     *drafted, count, next_token = map(int, read[:ids])
     probability, *confidence = read[ids:]
     kept = drafted[:count]
-    if probability or probs[count].any():
+    if probability or probs[count].any():  # a wrong rule may draw a token of probability 0
         kept.append(next_token)
     elif not kept:
         if not logits[0].amax().isfinite():

@@ -104,7 +104,9 @@ class Together:
             self._go_on(loop, result)
 
     def _results(self, calls: Sequence[Call]) -> list[Tensor | Exception | None]:
-        """Return the logits, or the error, of calls of one model and plan; None for a prompt's."""
+        """Return the logits, or the error, of calls of one model and plan; None for a chunk of a
+        prompt, which is computed alone.
+        """
         first = calls[0]
         try:
             if first.is_prompt:

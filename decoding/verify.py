@@ -93,8 +93,8 @@ def verify_by_block(
     residuals = (reach[:-1, None] * p[:-1] - q).clamp(min=0)
     left = residuals.sum(-1)[1:]
     inner = reach[1:-1]
-    # 0 / 0: p = q, and the draft goes on. Nothing can follow a row of zeros, so such a text ends
-    # there as often as it is reached.
+    # p = q gives 0 / 0: the share is 1, and the draft goes on. Where p is all zeros nothing can
+    # follow, and the share is the reach: a text ends there as often as it is reached.
     shares = torch.where(left + 1 - inner > 0, left / (left + 1 - inner), 1.0)
     shares = torch.where(p[1:-1].any(-1), shares, inner)
     passed = randomness.accept(torch.cat((shares, reach[-1:])))

@@ -39,7 +39,8 @@ def write(
 ) -> list[Round]:
     text = Text(PROMPT, conditions or Conditions(20), model)
     cache = cache or prefilled(model, PROMPT)
-    return list(loop.speculate(model, cache, text, drafter, policy, params, SeededRandomness(0)))
+    how = policy, params, SeededRandomness(0), rules.verify_by_ratio
+    return list(loop.speculate(model, cache, text, drafter, *how))
 
 
 def tokens_of(rounds: list[Round]) -> list[int]:

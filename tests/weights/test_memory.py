@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
-from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Conditions, Text
+from decoding.verify import Rule
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.fast import accelerate
@@ -62,7 +62,8 @@ def decode(
     cache = prefilled(model, text.tokens, positions)
     drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
-    assert list(speculate(model, cache, text, drafter, how, params, SeededRandomness(0)))
+    rule = Rule("ratio", 0)
+    assert list(speculate(model, cache, text, drafter, how, params, rule.randomness(), rule.verify))
 
 
 SHAPES = {
