@@ -120,7 +120,9 @@ static void prepare_inputs(long kind, const float *x, long columns, char *out) {
     }
 }
 
-enum { MOST_INPUTS = 4 }; /* rows of inputs of a tile; see TILE_INPUTS */
+/* Of a tile, at most: rows of inputs (see TILE_INPUTS), and registers of a sum that are added to at
+ * once, of BF16 and F32. */
+enum { MOST_INPUTS = 4, MOST_AT_ONCE = 2 };
 
 /* A tile: a block of weights, or one row of it, meets a few rows of inputs, and their sums stay in
  * registers. */
@@ -150,7 +152,7 @@ typedef struct {
  * round_to_bf16). */
 INLINE void add_columns(long kind, int inputs, int at_once, int first, const char *weights,
                         long stride, const char *x, long x_stride,
-                        Floats sums[BLOCK][MOST_INPUTS][2]) {
+                        Floats sums[BLOCK][MOST_INPUTS][MOST_AT_ONCE]) {
     int pairs = kind == BF16 && HAS_PAIRS, halves = pairs ? 1 : 2;
 #pragma GCC unroll 2
     for (int reg = 0; reg < at_once; reg++)
@@ -183,7 +185,7 @@ INLINE void multiply_wide(long kind, int inputs, const Tile *tile) {
     long ahead = BLOCK * t.stride;
 #pragma GCC unroll 4
     for (int first = 0; first < SUM_REGISTERS; first += at_once) {
-        Floats sums[BLOCK][MOST_INPUTS][2] = {0};
+        Floats sums[BLOCK][MOST_INPUTS][MOST_AT_ONCE] = {0};
         const char *w = t.weights, *x = t.x, *next = w + ahead;
         for (long group = t.columns / GROUP; group > 0; group--, w += bytes, x += x_bytes) {
             for (long line = 0; first == 0 && line < BLOCK * bytes; line += 64, next += 64) {

@@ -20,7 +20,7 @@
 
 typedef void Task(void *argument, long piece);
 
-enum {
+enum { /* a look reads one of the counters below, once */
     AWAKE = 2000,    /* looks for work before a thread yields its core between two looks */
     STALLED = 2400,  /* looks after which the caller counts as held up by a helper */
     PATIENCE = 6000, /* looks before a helper sleeps */

@@ -67,9 +67,3 @@ def test_the_compiled_step_reads_the_same_keys_of_a_long_text(window: int | None
         found.append(torch.cat(steps, 1))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
     assert torch.equal(found[2], found[1])
-
-
-def test_a_plan_keeps_window_and_skipped_layers_in_other_bits() -> None:
-    plan = replace(LayerPlan.early_exit(3, 2), window=5)
-    assert plan.in_bits(4) == LayerPlan((4, 4, 0), (4, 4, 0), 8, 5) != plan
-    assert plan.skipped_attention == plan.skipped_mlp == [2]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Conditions, Text
-from decoding.verify import Rule
+from decoding.verify import verify_by_ratio
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder
 from model.fast import accelerate
@@ -58,12 +59,12 @@ def decode(
     model = model.to(dtype).to_empty(device=CPU)
     for parameter in model.parameters():
         parameter.fill_(0.01)
-    text, how = Text([1] * prompt, Conditions(positions - prompt), model), FixedLength(gamma)
+    text = Text([1] * prompt, Conditions(positions - prompt), model)
     cache = prefilled(model, text.tokens, positions)
     drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
-    rule = Rule("ratio", 0)
-    assert list(speculate(model, cache, text, drafter, how, params, rule.randomness(), rule.verify))
+    how = FixedLength(gamma), params, SeededRandomness(0), verify_by_ratio
+    assert list(speculate(model, cache, text, drafter, *how))
 
 
 SHAPES = {
