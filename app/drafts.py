@@ -6,7 +6,7 @@ plan, lets it make the low-bit copies, and gives a ``ModelDrafter`` under it. ``
 the policy: what --gamma and --adaptive do not say, the plan says. A new kind is a function like
 ``by_plan`` and a row in ``KINDS``.
 
-A plan takes this way. ``low_bit_plan``, ``exit_plan`` or ``given_plan`` states it, each for a kind.
+A plan passes four steps. ``low_bit_plan``, ``exit_plan`` or ``given_plan`` makes it, by the kind.
 ``LoadedModel.plan_for`` applies --bits and --window. ``runnable`` fits it to the kernels of the
 device, and ``plan_drafter`` has its copies and steps made. ``auto`` takes several plans:
 ``LoadedModel.optional_plans`` has its candidates, ``plans_at_hand`` those that fit and pay, and
