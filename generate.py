@@ -11,7 +11,7 @@ import sys
 from app.common.command_line import run_command, say
 from app.options import Options, parse
 from app.output import comparison, print_json, write_samples
-from app.prompt import read_prompt
+from app.prompt import Prompt, read_prompt
 from app.sample import Sample
 from app.session import Session, load
 from app.terminal import converse
@@ -32,6 +32,7 @@ def run(options: Options) -> None:
         converse(session)
     elif options.dry_run:
         is_given = options.prompt is not None or options.prompt_file is not None
+        # An empty standard input, as of a job without a terminal, is no prompt.
         text = read_prompt(options) if is_given or not sys.stdin.isatty() else ""
         print(session.check_memory(session.encode(text) if is_given or text.strip() else []))
     else:
@@ -56,7 +57,7 @@ def write(session: Session) -> None:
             print_json(samples)
 
 
-def generate(model: str, prompt: str, **options: object) -> Sample:
+def generate(model: str, prompt: Prompt, **options: object) -> Sample:
     """Return one text of a model: ``load`` and ``Session.write`` in one call."""
     return load(model, **options).write(prompt)
 

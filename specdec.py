@@ -3,13 +3,14 @@
 An installation has the whole project below this name (``setup.py``).
 """
 
-NAMES = ("InputError", "Sample", "Session", "generate", "load")
+__all__ = ("InputError", "Sample", "Session", "generate", "load")  # noqa: F822 - made when used
 
 
 def __getattr__(name: str) -> object:
-    """Return one of ``NAMES``: torch, which takes seconds to load, is loaded only for them."""
-    if name not in NAMES:
+    """Return one of ``__all__``: torch, which takes seconds to load, is loaded only for them."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # ``setup.py`` rewrites imports of this form alone, so a table of modules would not do.
     from app.sample import Sample
     from app.session import Session, load
     from generate import generate
@@ -20,7 +21,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """Return the names above too, which help and completion show."""
-    return sorted({*globals(), *NAMES})
+    return sorted({*globals(), *__all__})
 
 
 def main() -> int:

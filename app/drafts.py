@@ -6,6 +6,12 @@ plan, lets it make the low-bit copies, and gives a ``ModelDrafter`` under it. ``
 the policy: what --gamma and --adaptive do not say, the plan says. A new kind is a function like
 ``by_plan`` and a row in ``KINDS``.
 
+A plan passes four steps. ``low_bit_plan``, ``exit_plan`` or ``given_plan`` makes it, by the kind.
+``LoadedModel.plan_for`` applies --bits and --window. ``runnable`` fits it to the kernels of the
+device, and ``plan_drafter`` has its copies and steps made. ``auto`` takes several plans:
+``LoadedModel.optional_plans`` has its candidates, ``plans_at_hand`` those that fit and pay, and
+``short_sighted`` the same with windows.
+
 Knows nothing of screens and requests.
 """
 
@@ -119,7 +125,7 @@ def given_plan(loaded: LoadedModel, options: Options) -> DraftPlan | None:
     if chosen is shipped and not shipped.exists():
         return None
     if not isinstance(chosen, DraftPlan):
-        chosen = loaded.read_plan(Path(chosen))
+        chosen = loaded.read_plan(chosen)
     if chosen.plan.num_layers != loaded.config.num_layers:
         raise InputError(
             f"the plan is one of {chosen.plan.num_layers} layers, but {loaded.name} has"

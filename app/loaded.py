@@ -1,7 +1,7 @@
 """A loaded model: a checkpoint's config, tokenizer and weights, as the options of the model ask.
 
 It says what memory it takes, under which plans it may draft for itself, and makes their low-bit
-copies. Knows nothing of texts.
+copies. Writes no text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +61,9 @@ class LoadedModel:
         self.local_config = self.config  # of this process's weights: of several, each has a part
         self.tokenizer = Tokenizer(self.folder)
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
-        # the plan of a file, which may be a pipe: it is read once
-        self.read_plan = cache(
-            partial(read_plan, num_layers=self.config.num_layers, folder=self.folder)
-        )
+        self.read_plan = partial(read_plan, num_layers=self.config.num_layers, folder=self.folder)
+        # What drafts have made and learnt, from ``app.drafts`` and ``app.offers``: it lasts as long
+        # as the model.
         self.draft_models: dict[Path, Decoder] = {}  # by folder
         self.user_files: dict[str, dict[str, Any]] = {}  # names of --draft FILE.py:Class
         self.prepared: set[LayerPlan] = set()  # plans whose copies are made, without windows

@@ -314,7 +314,7 @@ class Options:
             raise InputError("give --serve or --interactive, not both")
         if of_a_run and (is_server or self.interactive):
             raise InputError(
-                f"{flag_of(of_a_run[0])} has no effect with --serve and --interactive: leave it out"
+                f"{flag_of(of_a_run[0])} has no effect with --serve or --interactive: leave it out"
             )
         if is_server and self.trace:
             raise InputError("--trace has no effect with --serve: a request asks for its own trace")
@@ -377,10 +377,12 @@ class Options:
         the known one. Raises InputError.
         """
         known = names_of("call")
-        for name in changes.keys() & {*names_of("model")}:
-            raise InputError(f"{name} is an option of load, not of a call", name)
         for name in changes.keys() - {*known}:
-            raise InputError(f"no option is called {name}: give {', '.join(sorted(known))}", name)
+            raise InputError(
+                f"{name} is no option of a call: give {', '.join(sorted(known))}; load takes"
+                f" {', '.join(names_of('model'))} too",
+                name,
+            )
         cleared: dict[str, Any] = {}
         if changes.get("draft", self.draft) != self.draft:
             cleared |= dict.fromkeys(OF_DRAFTS)

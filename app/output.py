@@ -16,10 +16,11 @@ from app.characters import Labels, TextStream
 from app.common.command_line import say
 from app.sample import Sample
 from app.session import Session
-from app.trace import PAUSE, LiveTrace
+from app.trace import LiveTrace
 from decoding.rounds import Round
 from decoding.text import Text, common_prefix
 
+PAUSE = 0.06  # seconds for which a trace shows a draft before its verdict
 # Two ways to write a text are compared in turns: at least this many, and more while all of them
 # took less than these seconds. In fewer tokens noise is larger than the difference.
 TURNS = 3

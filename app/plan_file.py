@@ -2,10 +2,10 @@
 
 A file has the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
-"mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``window``,
-the number of the newest tokens that the draft sees; ``gamma``, ``threshold``, ``alpha``, and
-``model``, the fingerprint of the model for which the plan was made; and the provenance that a
-search writes. Knows nothing of options.
+"mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. In lists, 0
+skips the sublayer. ``window``, the number of the newest tokens that the draft sees; ``gamma``,
+``threshold``, ``alpha``, and ``model``, the fingerprint of the model for which the plan was made;
+and the provenance that a search writes. Knows nothing of options.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
     write_json(path, content | provenance)
 
 
-def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:
+def read_plan(path: Path | str, num_layers: int, folder: Path | None = None) -> DraftPlan:
     """Return the plan of a file, for a model of ``num_layers`` layers. Raises InputError.
 
     With the model's ``folder`` given, a plan that names another model is refused.

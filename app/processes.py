@@ -117,9 +117,9 @@ def run(options: Options, write: Callable[[Session], None]) -> None:
     options = replace(gathered(options)[0], no_compile=True, device=device)
     with sharing_errors():
         session = SharedSession(options, rank, size)
-    checkpoints = gathered(model_fingerprint(session.folder))
-    for other, checkpoint in enumerate(checkpoints):
-        if checkpoint != checkpoints[0]:
-            raise InputError(f"process {other}: its model differs from process 0's")
+    fingerprint = model_fingerprint(session.folder)
+    with sharing_errors():
+        if fingerprint != gathered(fingerprint)[0]:
+            raise InputError("its model differs from process 0's: give all the same")
     signal.signal(signal.SIGINT, lambda *_: session.interrupted.set())
     write(session)

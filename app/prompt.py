@@ -6,7 +6,7 @@ Knows nothing of sessions and caches.
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -121,15 +121,17 @@ def check_ids(ids: Sequence[int], config: ModelConfig, context: int) -> None:
         )
 
 
-def with_contents(options: Options) -> Options:
+def with_contents(options: Options, read_plan: Callable[[str], object]) -> Options:
     """Return the options with the contents of the files that they name in place of the names: a
-    pipe can be read only once. Raises InputError.
+    pipe can be read only once. ``read_plan`` reads a plan for the model. Raises InputError.
     """
     read: dict[str, object] = {
         name: read_json_option(options, name)
         for name in ("json_schema", "chat_template_kwargs")
         if getattr(options, name) is not None
     }
+    if isinstance(options.plan, str):
+        read["plan"] = read_plan(options.plan)
     if options.grammar is not None:
         _, read["grammar"] = read_grammar(options)
         if not re.search(LARK_START, read["grammar"]):
@@ -158,7 +160,7 @@ def read_json_option(options: Options, name: str) -> dict[str, Any]:
     value = {} if getattr(options, name) is None else getattr(options, name)
     if value == "":
         raise InputError(f"{flag_of(name)} is empty: give a file, or a JSON object", name)
-    if isinstance(value, str) and not value.lstrip().startswith("{"):
+    if isinstance(value, str) and not value.lstrip().startswith(("{", "[")):
         value = read_text(value)
     with explaining(f"{flag_of(name)} is no JSON", (TypeError, ValueError, RecursionError), name):
         found = json.loads(json.dumps(value) if isinstance(value, dict) else value)

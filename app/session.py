@@ -8,9 +8,9 @@ Knows nothing of screens, sockets and argument lists. Prints only notes, on stan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from threading import RLock
 
 from app.common.command_line import say
@@ -44,6 +44,9 @@ class Session(LoadedModel):
     """A model that writes by ``write``, ``stream``, ``write_all`` and ``chat``. Options of a call
     stand in place of those that the session was made with.
 
+    ``write`` is ``begin``, which makes the text, and ``finish``, which goes through its ``rounds``:
+    these read the prompt, choose the draft and run the loop.
+
     One call is answered at a time: another thread's waits for it. A call that writes on the
     session's own cache ends a stream that has not ended, which then raises InputError: not so a
     conversation, nor ``write_all`` where texts share steps. ``sample`` is the last text that
@@ -51,12 +54,13 @@ class Session(LoadedModel):
     """
 
     def __init__(self, options: Options) -> None:
-        super().__init__(with_contents(options))
+        super().__init__(options)
+        self.options = self.merged()
         self.mask_seconds = math.inf  # longest that all masks of a text's grammar may take
         self.slot: Slot | None = None
         self.sample: Sample | None = None
         self.lock = RLock()
-        self.written: float = 0  # tokens
+        self.written: float = 0  # tokens so far; inf: copies for drafts are made at once
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -68,9 +72,15 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
-        merged = with_contents(self.options.merged(options))
+        merged = self.merged(options)
         self.sample = sample = self.begin(self.encode(prompt, merged), merged)
         return sample
+
+    def merged(self, *changes: Mapping[str, object]) -> Options:
+        """Return the session's options with these changes, one after another, and with the contents
+        of files in place of their names. Raises InputError.
+        """
+        return with_contents(reduce(Options.merged, changes, self.options), self.read_plan)
 
     def write_all(self, prompts: Sequence[Prompt], **options: object) -> list[Sample]:
         """Return a text after each prompt, written in shared steps where the device has them.
@@ -80,7 +90,7 @@ class Session(LoadedModel):
         """
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list, found {prompts!r:.80}")
-        merged = with_contents(self.options.merged(options)).seeded()
+        merged = self.merged(options).seeded()
         samples = [
             self.begin(self.encode(prompt, merged), merged, number)
             for number, prompt in enumerate(prompts)
@@ -110,11 +120,13 @@ class Session(LoadedModel):
         options: Options | None = None,
         number: int = 0,
         context: int | None = None,
+        continues: bool = False,
     ) -> Sample:
         """Return a text that holds its prompt only, and ends with the ``context``, by default the
         session's; ``number`` is that of several samples, which have random numbers of their own.
 
-        Raises InputError for ids that the model does not have, and for too many.
+        ``continues``: see ``Sample``. Raises InputError for ids that the model does not have, and
+        for too many.
         """
         context = context or self.context
         check_ids(ids, self.config, context)
@@ -132,7 +144,9 @@ class Session(LoadedModel):
             [grammar] if grammar else [],
         )
         text = Text(ids, conditions, self.model, self.tokenizer.token_bytes)
-        return Sample(text, options, replace(options.rule, sample=number), grammar)
+        return Sample(
+            text, options, replace(options.rule, sample=number), grammar, continues=continues
+        )
 
     def rounds(
         self,
@@ -153,7 +167,6 @@ class Session(LoadedModel):
             target = target or self.model
             strategy = self._prepare(sample, slot, target)
         sample.wait += now(self.device) - called
-        # Between two rounds the reader of a stream may take long, or call the session.
         rounds = speculate(
             target,
             slot.cache,
@@ -165,6 +178,7 @@ class Session(LoadedModel):
             sample.rule.verify,
             observer=observer,
         )
+        # Between two rounds the reader of a stream may take long, or call the session.
         while text.finish is None:
             began = now(self.device)
             round = self._next(rounds, sample, slot)
@@ -195,8 +209,8 @@ class Session(LoadedModel):
         with self.lock:
             if slot.source is not sample.source:
                 raise InputError(
-                    "another call of the session cut this stream off: read a stream to its end,"
-                    " or load the model twice"
+                    "a later call cut this stream off: read a stream to its end first, or make the"
+                    " other call in a conversation of its own or with the model loaded again"
                 )
             try:
                 round = next(rounds)
@@ -242,7 +256,7 @@ class Session(LoadedModel):
         waiting = iter(samples)
         errors: list[InputError] = []
 
-        def write(slot: Slot) -> None:
+        def write_waiting(slot: Slot) -> None:
             for sample in waiting:  # the next that no other slot has taken
                 try:
                     for _ in self.rounds(sample, slot, together):
@@ -252,7 +266,7 @@ class Session(LoadedModel):
 
         try:
             for slot in slots:
-                together.start(partial(write, slot))
+                together.start(partial(write_waiting, slot))
             while together.calls:
                 together.step()
         finally:
@@ -309,7 +323,7 @@ class Chat:
     def __init__(self, session: Session, options: dict[str, object]) -> None:
         """Begin with no turns. Raises InputError for wrong options."""
         self.session = session
-        merged = with_contents(session.options.merged(options))
+        merged = session.merged(options)
         self.options = {name: getattr(merged, name) for name in options}
         self.messages = (
             [] if merged.system is None else [{"role": "system", "content": merged.system}]
@@ -341,13 +355,15 @@ class Chat:
         if "system" in options:
             raise InputError("system is an option of chat, not of a turn", "system")
         session = self.session
-        merged = with_contents(session.options.merged(self.options).merged(options))
+        merged = session.merged(self.options, options)
         messages = [*self.messages, {"role": "user", "content": checked_text(text)}]
         self.slot = self.slot or session.new_slot(session.capacity())
         sample = session.begin(
-            session.encode(messages, merged), merged, context=self.slot.cache.capacity
+            session.encode(messages, merged),
+            merged,
+            context=self.slot.cache.capacity,
+            continues=True,
         )
-        sample.continues = True
         return sample, self._answer(messages, sample)
 
     def _answer(self, messages: list[dict[str, str]], sample: Sample) -> Iterator[Round]:

@@ -17,7 +17,6 @@ from rich.text import Text
 from app.characters import Labels, new_decoder, visible
 from decoding.rounds import Round
 
-PAUSE = 0.06  # seconds for which a draft is shown before its verdict
 # verdict -> its name in the legend, its style, and the signs around it where there are no colours
 VERDICTS = {
     "accepted": ("accepted", "green", "[", "]"),
@@ -30,10 +29,11 @@ VERDICTS = {
 class LiveTrace:
     """Trace of one text on a console: a context manager, which restores the terminal.
 
-    Full lines are printed once; only the last line is redrawn.
+    Full lines are printed once; only the last line is redrawn. A draft is shown for ``pause``
+    seconds before its verdict.
     """
 
-    def __init__(self, console: Console, labels: Labels, *, pause: float = PAUSE) -> None:
+    def __init__(self, console: Console, labels: Labels, *, pause: float) -> None:
         self.console = console
         self.labels = labels
         self.pause = pause
@@ -69,9 +69,9 @@ class LiveTrace:
                 self.line + Text(self._aside(round.drafted), style="dim"), refresh=True
             )
             time.sleep(self.pause)
-        self._settle(self.text_of(round))
+        self._settle(self._text_of(round))
 
-    def text_of(self, round: Round) -> Text:
+    def _text_of(self, round: Round) -> Text:
         """Return the round's tokens in order, styled by their verdicts, then those that a ban
         retracted.
 

@@ -57,7 +57,7 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
             status = work() or 0
         except SystemExit as end:
             # Rich ends the process with status 1 when the output is a closed pipe.
-            status = 0 if end.code == 1 else end.code
+            status = 0 if isinstance(end.__context__, BrokenPipeError) else end.code
         sys.stdout.flush()  # while a failure can still be reported
         return status
     except InputError as error:

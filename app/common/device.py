@@ -1,4 +1,4 @@
-"""Devices: choice by name, the machine in words, and settings of the CPU's memory allocator."""
+"""Devices: choice by name, the machine in words, and the allocator's settings for training."""
 
 import ctypes
 import os

@@ -28,7 +28,7 @@ def check_is_fetched(path: Path) -> None:
             )
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path | str) -> Any:
     """Return the parsed JSON of a file. Raises InputError with the path when it cannot be read or
     parsed.
     """
@@ -42,7 +42,9 @@ def parsed(text: str, place: object) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location ("FILE, line 3") and value of each line of JSON. Raises InputError."""
+    """Yield the location ("FILE, line 3") and value of each line of JSON, as of a training text.
+    Raises InputError.
+    """
     # splitlines would cut at U+2028 too
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         location = f"{path}, line {number}"
@@ -80,7 +82,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Folders that are missing are made.
 
     Where ``path`` is a link, its target is written. The file gets the permissions of a new file,
-    even when a library replaces the temporary file. Raises InputError for a folder or a device.
+    even when a library replaces the temporary file. Raises InputError for a folder or a device, and
+    OSError where the system refuses, which the caller explains: the block may do more than write.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,5 +106,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically."""
+    """Write ``value`` as indented JSON, atomically. Raises InputError when it cannot be written."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

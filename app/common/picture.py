@@ -8,6 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from app.common.files import atomic_path
+from model.errors import explaining
 
 INK = "#22242a"
 MUTED = "#5d636e"
@@ -23,11 +24,15 @@ STYLE = Path(__file__).with_name("pictures.mplstyle")
 
 
 def write_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw in this style, and write the file, in the format of its suffix. Raises OSError or
-    InputError.
+    """Draw in this style, and write the file, atomically, in the format of its suffix. Raises
+    InputError when it cannot be written.
     """
     form = path.suffix[1:]
-    with rc_context(fname=STYLE), atomic_path(path) as temporary:
+    with (
+        rc_context(fname=STYLE),
+        explaining(f"{path} cannot be written"),
+        atomic_path(path) as temporary,
+    ):
         draw().savefig(
             temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None
         )

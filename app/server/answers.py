@@ -139,8 +139,8 @@ class Logprobs:
         count = len(self.entries) if self.text.finish else bisect_right(begins, end) - 1
         new = slice(len(self.offsets) - 1, count)
         entries = self.entries[new]
-        for begin, end in pairwise(begins[new.start : count + 1]):
-            self.decoded += len(self.decoder.decode(bytes(self.text.data[begin:end])))
+        for first, last in pairwise(begins[new.start : count + 1]):
+            self.decoded += len(self.decoder.decode(bytes(self.text.data[first:last])))
             self.offsets.append(self.decoded + bool(self.decoder.getstate()[0]))
         if is_chat:
             return {"content": [own | {"top_logprobs": top} for own, *top in entries]}

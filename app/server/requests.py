@@ -36,16 +36,28 @@ from model.errors import InputError, one_line
 
 # Fields that have no effect here, whatever their values
 UNUSED = {
-    *("cache_control", "metadata", "name", "parallel_tool_calls", "prompt_cache_key"),
-    *("safety_identifier", "service_tier", "store", "user"),
+    "cache_control",
+    "metadata",
+    "name",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
 }
 # Values by which a field asks for nothing. False is none of them unless a row says so: the default
 # of a field that another server knows may be true.
 NEUTRAL = {
-    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), (-1,)),
+    "add_generation_prompt": (True,),
+    "skip_special_tokens": (True,),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "max_tokens": (-1,),
+    "max_completion_tokens": (-1,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
@@ -270,9 +282,8 @@ def sample_of(session: Session, body: CompletionBody | ChatBody) -> Sample:
         raise InputError(f"draft must be one of {', '.join(kinds)} here", "draft")
     as_it_is = {"chat": False, "system": None, "chat_template_kwargs": None}
     options = session.options.merged(body.options() | ({} if body.is_chat else as_it_is))
-    sample = session.begin(session.encode(body.prompt, options), options)
-    sample.continues = body.is_chat
-    return sample
+    ids = session.encode(body.prompt, options)
+    return session.begin(ids, options, continues=body.is_chat)
 
 
 def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:

@@ -124,9 +124,8 @@ class Worker:
 
     def write(self, job: Job) -> None:
         """Write the text of a job, in a greenlet. An error ends it alone."""
-        prompt = job.sample.source.tokens
         # Where no cache gains, the one that has been free the longest: it comes first.
-        slot = max(self.free, key=lambda slot: gain(slot.tokens, prompt))
+        slot = max(self.free, key=lambda slot: gain(slot.tokens, job.sample.source.tokens))
         self.free.remove(slot)
         job.began = time.monotonic()
         rounds = partial(self.session.rounds, job.sample, slot, self.together)

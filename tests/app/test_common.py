@@ -165,10 +165,11 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
         (lambda: None, "go on", Outcome(0, "", "")),
         (lambda: 130, "go on", Outcome(130, "", "")),
         (Mock(side_effect=SystemExit(2)), "go on", Outcome(2, "", "")),
+        (Mock(side_effect=SystemExit(1)), "go on", Outcome(1, "", "")),
         (Mock(side_effect=KeyboardInterrupt), "", Outcome(130, "", "")),
         (Mock(side_effect=KeyboardInterrupt), "go on", Outcome(130, "", "go on\n")),
     ],
-    ids=["done", "with a status", "the parser's", "Ctrl-C", "Ctrl-C with a line"],
+    ids=["done", "with a status", "the parser's", "of the work", "Ctrl-C", "Ctrl-C with a line"],
 )
 def test_the_status_is_that_of_the_work_and_130_on_ctrl_c_with_the_line_of_the_command(
     work: Callable[[], int | None],

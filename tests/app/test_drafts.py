@@ -148,8 +148,7 @@ def test_a_plans_longest_draft_takes_memory() -> None:
 
 
 def test_a_length_under_auto_is_a_cap(session: Session) -> None:
-    longest = [found(session, draft="auto", gamma=gamma).policy.gamma for gamma in (0, 2, 90)]
-    assert longest == [0, 2, 7]
+    assert [found(session, draft="auto", gamma=n).policy.gamma for n in (0, 2, 90)] == [0, 2, 7]
 
 
 @pytest.mark.parametrize(
@@ -296,6 +295,12 @@ def test_a_plan_file_is_read_with_all_it_says(
     tmp_path: Path, value: Any, expected: DraftPlan
 ) -> None:
     assert read_plan(file_of(tmp_path, value), 4) == expected
+
+
+def test_a_plan_file_that_was_rewritten_is_read_anew(session: Session, tmp_path: Path) -> None:
+    for layers in ([1], [1, 2]):
+        path = file_of(tmp_path, {"attn": layers})
+        assert found(session, draft="skip", plan=path).drafter.plan.skipped_attention == layers
 
 
 RATES = st.none() | st.floats(0, 1)

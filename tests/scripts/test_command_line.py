@@ -113,7 +113,7 @@ def test_a_gpu_that_runs_no_kernel_is_refused_with_the_wheels_that_have_one(
         (["a " * 30, "--context", "20"], "the context 20 (the model's 256): shorten"),
         (["a", "--context", "-1"], "--context must be at least 2"),
         (["--serve", "0", "--trace"], "--trace has no effect with --serve"),
-        (["--interactive", "--json"], "--json has no effect with --serve and"),
+        (["--interactive", "--json"], "--json has no effect with --serve or --interactive"),
         (["--serve", "0", "--interactive"], "--serve or --interactive, not both"),
         (["a", "--serve", "0"], "prompt has no effect with --serve"),
         (["--interactive", "--num-samples", "2"], "--num-samples has no effect"),

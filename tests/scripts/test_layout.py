@@ -48,8 +48,10 @@ FILES = [
 ]
 PROGRAM = """
 import sys, specdec
-print(hasattr(specdec, "another"), {*specdec.NAMES} <= {*dir(specdec)}, end=" ")
-print(*(getattr(specdec, name).__name__ for name in specdec.NAMES), specdec.Session.__module__)
+print(hasattr(specdec, "another"), {*specdec.__all__} <= {*dir(specdec)}, end=" ")
+from specdec import *
+print(*(each.__name__ for each in (InputError, Sample, Session, generate, load)), end=" ")
+print(Session.__module__)
 try:
     specdec.load("small-llama")
 except specdec.InputError as error:
