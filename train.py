@@ -47,10 +47,12 @@ def train(options: argparse.Namespace) -> None:
     """Train a model, evaluate it and save it."""
     say(f"reading {', '.join(map(str, options.data))}")
     keep_freed_memory()
-    model, rows, held_out, tokenizer_from = prepare_run(options)
+    model, rows, held_out, checkpoint = prepare_run(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
-    run = load_run(options, model, optimisers, rows, tokenizer_from)
+    run = load_run(options, model, optimisers, rows, checkpoint)
+    if run.step == options.steps:  # it may have been killed before it wrote the model
+        save_run(options.out, model, optimisers, run, checkpoint)
     began = monotonic()
     next_save = FIRST_SAVE  # seconds after ``began``; so is ``next_note``
     next_note = 0.0
@@ -78,7 +80,7 @@ def train(options: argparse.Namespace) -> None:
             say(f"agreement of each exit with the last layer: {judgement['agreement']}")
         seconds = monotonic() - began
         if is_milestone or seconds > next_save:
-            save_run(options.out, model, optimisers, run, tokenizer_from)
+            save_run(options.out, model, optimisers, run, checkpoint)
             next_save = 2 * seconds
         if is_milestone or seconds > next_note:
             say(f"step {done} of {options.steps}: loss {loss:.3f}")

@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before anything that takes long to import
 import argparse
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +22,10 @@ from app.common.device import machine, pick_device
 from app.common.files import check_place, read_json, write_json
 from app.common.parsers import (
     DEVICE,
-    DTYPE,
     FLAG,
     MODEL,
     TEMPERATURE,
     Groups,
-    parser_of,
     picture_file,
     script,
     within,
@@ -36,7 +34,7 @@ from app.common.picture import write_picture
 from app.common.table import Row, table
 from app.options import Options
 from app.session import Session
-from benchmark import sections, shapes, ways
+from benchmark import rounds, sections, shapes, ways
 from benchmark.off_grid import off_grid_folder
 from benchmark.picture import picture
 from decoding.verify import RULES
@@ -48,7 +46,7 @@ from weights.load import DTYPES, model_folder
 
 STORIES = 24  # prompts of the kind "stories"
 TEXTS = "texts of a model (not with --shape and --rounds)"
-AGAINST = ", or ".join(how for _, how in ways.LIBRARIES.values())
+AGAINST = "transformers, or llama.cpp=FILE.gguf (pip install llama-cpp-python)"
 
 OPTIONS: Groups = {
     "": {
@@ -66,7 +64,11 @@ OPTIONS: Groups = {
             "help": "measure whole rounds of a shape at given acceptance rates, repeatable",
         },
         "--device": DEVICE,
-        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
+        "--dtype": {
+            "default": "auto",
+            "choices": [*DTYPES, "auto"],
+            "help": "number format (default: the checkpoint's; of a shape bfloat16)",
+        },
         "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
         "--plot": {
             "type": picture_file,
@@ -147,11 +149,10 @@ def benchmark(options: argparse.Namespace) -> None:
     named = [*options.shape, *options.rounds]
     for shape in named:
         shapes.config_of(shape)  # which refuses an unknown name
-    of_texts = parser_of({TEXTS: OPTIONS[TEXTS]}).parse_args([])
     unused = [
-        f"--{name.replace('_', '-')}"
-        for name, default in vars(of_texts).items()
-        if getattr(options, name) != default
+        name
+        for name, settings in OPTIONS[TEXTS].items()
+        if getattr(options, name[2:].replace("-", "_")) != settings.get("default")
     ]
     if named and unused:
         raise InputError(
@@ -181,7 +182,7 @@ def measured(
     for shape in options.shape:
         yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
     for shape in options.rounds:
-        yield "rounds", f"{shape} in {dtype}", shapes.measure_rounds(shape, dtype, device)
+        yield "rounds", f"{shape} in {dtype}", rounds.measure_rounds(shape, dtype, device)
     if options.shape or options.rounds:
         return
     bench = prepare(options)
@@ -192,8 +193,8 @@ def measured(
 
 
 def prepare(options: argparse.Namespace) -> sections.Bench:
-    """Return a session with prompts, drafts and libraries. Raises InputError for a library that is
-    missing, or cannot load the model, and for an exit layer beyond the model.
+    """Return a session with prompts, drafts and libraries. Raises InputError for an exit layer
+    beyond the model, and for what ``load_libraries`` refuses.
     """
     folder = model_folder(options.model)
     if options.off_grid:
@@ -224,15 +225,40 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
     exits = options.exit_layer or (max(1, layers // 2), max(1, layers * 4 // 5))
     for layer in exits:
         LayerPlan.early_exit(layers, layer)  # which refuses one that the model does not have
-    libraries: dict[str, ways.Way] = {}
+    libraries, their_drafts = load_libraries(options, session, exits)
+    return sections.Bench(
+        session,
+        cases,
+        ways.find_drafts(session, exits, options.draft_model),
+        libraries,
+        their_drafts,
+        turns=1 if options.quick else sections.TURNS,
+        lengths=sections.LENGTHS[: sections.QUICK_LENGTHS if options.quick else None],
+        contexts=options.context,
+    )
+
+
+def load_libraries(
+    options: argparse.Namespace, session: Session, exits: Sequence[int]
+) -> tuple[dict[str, ways.Way], dict[str, ways.Way]]:
+    """Return the plain way of each library asked for, and the ways with drafts of theirs. Raises
+    InputError for a library that is unknown or missing, or cannot load the model.
+    """
+    plain: dict[str, ways.Way] = {}
+    drafts: dict[str, ways.Way] = {}
     for library in options.against:
         name, _, file = library.partition("=")
-        if name not in ways.LIBRARIES:
-            raise InputError(f"--against {library}: give {AGAINST}")
         with explaining(f"--against {library} cannot be loaded", (Exception,)):  # it may raise any
-            libraries |= ways.LIBRARIES[name][0](session, exits, options.draft_model, file)
-    drafts = ways.find_drafts(session, exits, options.draft_model)
-    return sections.Bench(session, cases, drafts, libraries, options.quick, options.context)
+            match name:
+                case "transformers":
+                    plain[name], drafts = ways.transformers_ways(
+                        session, exits, options.draft_model
+                    )
+                case "llama.cpp":
+                    plain[name] = ways.llama_cpp_way(session, file)
+                case _:
+                    raise InputError(f"--against {library}: give {AGAINST}")
+    return plain, drafts
 
 
 main = script(benchmark, OPTIONS, "python -m benchmark", __doc__)

@@ -27,9 +27,9 @@ from benchmark.timing import Run, spread, take_turns, timed
 from benchmark.ways import (
     AUTO,
     DRAFT_MODEL,
-    LIBRARIES,
     LOOKUP,
     LOW_BITS,
+    PLAIN,
     Case,
     Way,
     Written,
@@ -55,23 +55,21 @@ TURNS = 3  # of all but the texts of "speed", of which there are many
 @dataclass
 class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
-    options of each draft, and the ways of other libraries.
+    options of each draft, and the ways of other libraries, plainly and with drafts of theirs.
 
-    A ``quick`` run has one turn of each section, and no long prompts. ``contexts`` are the numbers
-    of tokens before the requests of the section "context".
+    All sections but "speed" have this number of ``turns``. ``lengths`` are those of the texts whose
+    first token is timed, ``contexts`` the numbers of tokens before the requests of the section
+    "context".
     """
 
     session: Session
     cases: Sequence[Case]
     drafts: dict[str, Options]
     libraries: dict[str, Way]
-    quick: bool
+    their_drafts: dict[str, Way]
+    turns: int
+    lengths: Sequence[int]
     contexts: Sequence[int]
-
-    @property
-    def turns(self) -> int:
-        """Turns of all sections but "speed"."""
-        return 1 if self.quick else TURNS
 
     def measure(
         self, drafts: dict[str, Options], libraries: dict[str, Way], cases: Sequence[Case]
@@ -81,11 +79,12 @@ class Bench:
         Raises InputError for a prompt that is too long, before any of these cases is timed.
         """
         session = self.session
-        begun = (begin(session, session.options, case).source for case in cases)
-        slot = session.new_slot(max(text.longest for text in begun))
+        slot = session.new_slot(
+            max(begin(session, session.options, case).source.longest for case in cases)
+        )
         ours = {
             name: partial(write, session, slot, options)
-            for name, options in {"plain": session.options, **drafts}.items()
+            for name, options in {PLAIN: session.options, **drafts}.items()
         }
         return compare(ours | libraries, cases, session.device, [case.kind for case in cases])
 
@@ -96,8 +95,8 @@ def compare(
     device: torch.device,
     kinds: Sequence[str] = (),
 ) -> list[Row]:
-    """Return a row for each way, with its speed-up over the way "plain" on the same inputs, in all
-    and by the ``kinds`` of the inputs, where they have any.
+    """Return a row for each way, with its speed-up over the way ``PLAIN`` on the same inputs, in
+    all and by the ``kinds`` of the inputs, where they have any.
 
     Raises InputError where the texts are too short to be timed.
     """
@@ -107,7 +106,7 @@ def compare(
     }
     if any(seconds <= 0 for own in runs.values() for _, seconds in own):
         raise InputError("the texts are too short to be timed: raise --max-new-tokens")
-    return [{"decoder": name} | row_of(own, runs["plain"], kinds) for name, own in runs.items()]
+    return [{"decoder": name} | row_of(own, runs[PLAIN], kinds) for name, own in runs.items()]
 
 
 def row_of(runs: Sequence[Run], plain: Sequence[Run], kinds: Sequence[str]) -> Row:
@@ -146,17 +145,19 @@ def costs_section(bench: Bench) -> list[Row]:
     """Return the costs of verifications and of draft steps."""
     session = bench.session
     slot = session.new_slot(max(ROWS))
-    drafters = {}
-    for name, options in bench.drafts.items():
-        if options.draft not in ("lookup", "auto") and not options.adaptive:
-            sample = begin(session, options, Case([0], 1))
-            drafters[name] = strategy_of(session, sample, slot, session.model).drafter
-    return measure_steps(session.model, slot.cache, drafters)
+    drafters = {
+        name: strategy_of(
+            session, begin(session, options, Case([0], 1)), slot, session.model
+        ).drafter
+        for name, options in bench.drafts.items()
+        if options.draft not in ("lookup", "auto") and not options.adaptive
+    }
+    return [*chain(*measure_steps(session.model, slot.cache, drafters))]
 
 
 def speed_section(bench: Bench) -> list[Row]:
     """Return the speeds of the bench's own cases, in each way."""
-    return bench.measure(bench.drafts, bench.libraries, bench.cases)
+    return bench.measure(bench.drafts, bench.libraries | bench.their_drafts, bench.cases)
 
 
 def structured_section(bench: Bench) -> list[Row]:
@@ -182,8 +183,6 @@ def first_token_section(bench: Bench) -> list[Row]:
 
     Of other libraries plain decoding is timed alone.
     """
-    lengths = LENGTHS[:QUICK_LENGTHS] if bench.quick else LENGTHS
-    others = {name: way for name, way in bench.libraries.items() if name in LIBRARIES}
     return [
         {
             "decoder": row["decoder"],
@@ -191,9 +190,9 @@ def first_token_section(bench: Bench) -> list[Row]:
             "ms": spread(1e3 * each for each in row["seconds"]),
             "speed-up": row["speed-up"],
         }
-        for length in lengths
+        for length in bench.lengths
         if length <= bench.session.context
-        for row in bench.measure({}, others, [Case([0] * (length - 1), 1)] * bench.turns)
+        for row in bench.measure({}, bench.libraries, [Case([0] * (length - 1), 1)] * bench.turns)
     ]
 
 
@@ -227,7 +226,7 @@ def together_section(bench: Bench) -> list[Row]:
     """
     session = bench.session
     draft = next(name for name in (DRAFT_MODEL, LOW_BITS, *bench.drafts) if name in bench.drafts)
-    options = {"plain": session.options} | {name: bench.drafts[name] for name in (draft, AUTO)}
+    options = {PLAIN: session.options} | {name: bench.drafts[name] for name in (draft, AUTO)}
     cases = [*islice(cycle(bench.cases), TOGETHER[-1])]
     ways = {name: partial(write_together, session, each, cases) for name, each in options.items()}
     return [

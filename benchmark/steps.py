@@ -43,8 +43,10 @@ class Step(NamedTuple):
 @torch.inference_mode()
 def measure_steps(
     model: Decoder, cache: KVCache, drafters: Mapping[str, ModelDrafter]
-) -> list[Row]:
-    """Return the costs of verifications by a model and of draft steps, in its plain steps."""
+) -> tuple[list[Row], list[Row]]:
+    """Return the costs of verifications by a model, one for each of ``ROWS``, and those of draft
+    steps, in its plain steps.
+    """
     target = ModelDrafter(model, cache)
     steps = [Step("verification", target, rows=rows) for rows in ROWS]
     steps += [
@@ -53,7 +55,8 @@ def measure_steps(
     runs = take_turns({step: step.run for step in steps}, range(TURNS), model.device)
     ms = {step: spread(1e3 * took / step.count for _, took in own) for step, own in runs.items()}
     plain = ms[steps[0]]["median"]
-    return [
+    rows: list[Row] = [
         {"step": step.name, "tokens": step.rows, "plain rounds": each["median"] / plain, "ms": each}
         for step, each in ms.items()
     ]
+    return rows[: len(ROWS)], rows[len(ROWS) :]

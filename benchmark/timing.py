@@ -1,6 +1,7 @@
-"""Timer of all measurements: ways of doing something take turns in random order.
+"""Timer of all measurements, and turns of ways to do something, in random order.
 
-So a busy moment of the machine slows all alike, and only ratios can be compared. Beside it, the
+Texts and steps take turns, so that a busy moment of the machine slows all alike. The prompts and
+rounds of shapes are timed one after another. Only ratios can be compared. Beside the timer, the
 bandwidth of the device's memory. Knows nothing of models.
 """
 

@@ -50,7 +50,8 @@ class Written:
 
 Way = Callable[[Case], Written]
 
-# names of drafts that a section may ask for
+# names of ways that a section may ask for
+PLAIN = "plain"
 LOOKUP = "lookup"
 LOW_BITS = "low bits"
 DRAFT_MODEL = "model"
@@ -58,7 +59,7 @@ AUTO = "auto"
 
 
 def find_drafts(
-    session: Session, exit_layers: Sequence[int], draft_model: str | None = None
+    session: Session, exit_layers: Sequence[int], draft_model: str | None
 ) -> dict[str, Options]:
     """Return the options of each draft: lookup, early exits, low bits where they are fast, the plan
     in the model's folder if it pays, the draft model if there is one, and auto. Those by a model
@@ -99,11 +100,11 @@ def write(session: Session, slot: Slot, options: Options, case: Case) -> Written
 
 
 def transformers_ways(
-    session: Session, exit_layers: Sequence[int], draft_model: str | None, file: str
-) -> dict[str, Way]:
-    """Return greedy ``generate`` of transformers on the session's checkpoint: plainly, and with its
-    drafts of ``GAMMA`` tokens, by lookup, by the last of the early exits and by the draft model.
-    It needs no file.
+    session: Session, exit_layers: Sequence[int], draft_model: str | None
+) -> tuple[Way, dict[str, Way]]:
+    """Return greedy ``generate`` of transformers on the session's checkpoint: plainly, and with
+    each of its drafts of ``GAMMA`` tokens, by lookup, by the last of the early exits and by the
+    draft model.
     """
     import transformers
 
@@ -133,19 +134,15 @@ def transformers_ways(
         return Written(written[:, len(case.ids) :].tolist())
 
     drafts: dict[str, dict[str, Any]] = {
-        "transformers": {},
         "transformers, lookup": {"prompt_lookup_num_tokens": GAMMA},
+        f"transformers, exit {exit_layers[-1]}": {"assistant_early_exit": exit_layers[-1]},
     }
-    for layer in exit_layers[-1:]:
-        drafts[f"transformers, exit {layer}"] = {"assistant_early_exit": layer}
     if draft_model:
         drafts["transformers, model"] = {"assistant_model": load(model_folder(draft_model))}
-    return {name: partial(generate, **draft) for name, draft in drafts.items()}
+    return generate, {name: partial(generate, **draft) for name, draft in drafts.items()}
 
 
-def llama_cpp_ways(
-    session: Session, exit_layers: Sequence[int], draft_model: str | None, file: str
-) -> dict[str, Way]:
+def llama_cpp_way(session: Session, file: str) -> Way:
     """Return greedy plain decoding of llama.cpp from a GGUF file, on as many threads as torch. It
     has no drafts.
     """
@@ -164,13 +161,4 @@ def llama_cpp_ways(
         theirs.reset()  # otherwise the same prompt again needs no reading
         return Written([[*islice(theirs.generate(case.ids, temp=0.0), case.count)]])
 
-    return {"llama.cpp": generate}
-
-
-Library = Callable[[Session, Sequence[int], str | None, str], dict[str, Way]]
-# What each library makes of a session, the early exits, the name of a draft model and that of a
-# file; and how a user asks for it. Its way without drafts has the library's name.
-LIBRARIES: dict[str, tuple[Library, str]] = {
-    "transformers": (transformers_ways, "transformers"),
-    "llama.cpp": (llama_cpp_ways, "llama.cpp=FILE.gguf (pip install llama-cpp-python)"),
-}
+    return generate

@@ -5,6 +5,7 @@ it plays in an ``<img>``: each period begins with the finished comparison. Knows
 text is written.
 """
 
+from collections.abc import Callable, Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,8 @@ LINE = 22
 MARGIN = 24
 PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
+# Arguments of ``piece``
+Token = tuple[str, str, int, float, float]
 STYLE = """
 svg { --card: #fff; --ink: #22242a; --muted: #656a75; --drafted: #a86200; --accepted: #15803d;
   --own: #1f4fc4 }
@@ -38,15 +41,22 @@ g text { animation: var(--period) step-end infinite }
 
 def picture(plain: Sample, drafted: Sample, labels: Labels) -> str:
     """Return the picture of a plain text and a drafted one."""
+    period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
+
+    def when(seconds: float) -> float:
+        """Return the share of the period at which a moment of the run is shown."""
+        return (PAUSE + SLOWER * seconds) / period
+
     lanes = ""
     top = 62
-    period = 2 * PAUSE + SLOWER * max(plain.seconds, drafted.seconds)
     for name, label, sample in (("plain", "", plain), ("drafts", "drafts: ", drafted)):
-        tokens, lines = lane(sample, labels, plain.seconds / len(plain.rounds), period)
+        tokens = [*lane(sample, labels, plain.seconds / len(plain.rounds), when)]
         lanes += (
             f'<g class="{name}" transform="translate({MARGIN} {top})"><text class="muted">'
-            f"{escape(f'{label}{sample.draft}, {sample.speed:.0f} tokens/s')}</text>{tokens}</g>"
+            f"{escape(f'{label}{sample.draft}, {sample.speed:.0f} tokens/s')}</text>"
+            f"{''.join(piece(*token) for token in tokens)}</g>"
         )
+        lines = 1 + max(place for _, _, place, *_ in tokens) // COLUMNS
         top += LINE * (1 + lines) + 14
     title = escape(f"{MODEL}: {PROMPT} {drafted.speed / plain.speed:.2f} times plain decoding")
     return (
@@ -57,48 +67,49 @@ def picture(plain: Sample, drafted: Sample, labels: Labels) -> str:
     )
 
 
-def lane(sample: Sample, labels: Labels, verification: float, period: float) -> tuple[str, int]:
-    """Return the tokens of a text's rounds, and the number of lines that they take.
+def lane(
+    sample: Sample, labels: Labels, verification: float, when: Callable[[float], float]
+) -> Iterator[Token]:
+    """Yield the tokens of a text's rounds, as ``piece`` draws them.
 
     Drafted tokens appear one by one where they would stand, before the verification, which takes
     that many seconds. They are judged at the end of their round, when the target's own token
-    appears: from then on what stays is drawn. ``period`` is in seconds.
+    appears: from then on what stays is drawn.
     """
-    drawn = ""
-    lines = 1
-    text_end = 0  # the place after the tokens that stay; a line has ``COLUMNS`` places
+    text_end = 0  # the place after the tokens that stay
     for (_, began), (round, ended) in pairwise([(None, 0.0), *sample.timeline]):
         # A round may take less than a plain step of average length. Its draft then gets a fifth.
         drafting = max(ended - began - verification, 0.2 * (ended - began))
         draft_end = text_end
-        judged = (PAUSE + SLOWER * ended) / period
         for number, (token, verdict) in enumerate(round.verdicts(), start=1):
             text = visible(labels.spelled([token]).decode(errors="replace"))
-            place = text_end if verdict == "own" else draft_end
-            if place % COLUMNS + len(text) > COLUMNS:
-                place += COLUMNS - place % COLUMNS  # the next line
+            place = fitting(text_end if verdict == "own" else draft_end, text)
             draft_end = place + len(text)
-            lines = max(lines, 1 + place // COLUMNS)
             if verdict != "own":
                 drafted = began + drafting * number / len(round.drafted)
-                appears = (PAUSE + SLOWER * drafted) / period
-                drawn += piece(text, "drafted", place, {0: 0, appears: 1, judged: 0})
+                yield text, "drafted", place, when(drafted), when(ended)
             if verdict in ("accepted", "own"):
                 text_end = draft_end
-                drawn += piece(text, verdict, place, {0: 1, PAUSE / period: 0, judged: 1})
-    return drawn, lines
+                yield text, verdict, place, when(0), when(ended)
 
 
-def piece(text: str, kind: str, place: int, opacities: dict[float, int]) -> str:
-    """Return a piece of a text. It has each of the ``opacities`` from that share of the period
-    on.
+def fitting(place: int, text: str) -> int:
+    """Return the place from which a text fits into a line: this one, or the start of the next."""
+    rest = COLUMNS - place % COLUMNS
+    return place if len(text) <= rest else place + rest
+
+
+def piece(text: str, kind: str, place: int, first: float, second: float) -> str:
+    """Return a piece of a text at a place, of which a line has ``COLUMNS``. A drafted one appears
+    at the ``first`` share of the period and vanishes at the ``second``. Others vanish and reappear.
     """
+    before = int(kind != "drafted")  # its opacity: a period begins with the finished texts
     # Pieces with the same name share an animation, so it names all of it.
-    name = "at" + "".join(f"-{100_000 * share:.0f}-{value}" for share, value in opacities.items())
-    frames = (f"{share:.2%}{{opacity:{value}}}" for share, value in opacities.items())
+    name = f"at-{before}-{100_000 * first:.0f}-{100_000 * second:.0f}"
     return (
-        f"<style>@keyframes {name}{{{''.join(frames)}}}</style>"
-        f'<text class="{kind}" opacity="{opacities[0]}" style="animation-name:{name}"'
+        f"<style>@keyframes {name}{{0%{{opacity:{before}}}{first:.2%}{{opacity:{1 - before}}}"
+        f"{second:.2%}{{opacity:{before}}}}}</style>"
+        f'<text class="{kind}" opacity="{before}" style="animation-name:{name}"'
         f' x="{CHARACTER * (place % COLUMNS):.0f}" y="{LINE * (1 + place // COLUMNS)}"'
         f' xml:space="preserve">{escape(text)}</text>'
     )

@@ -64,16 +64,18 @@ def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int)
 
     The rotational curriculum turns on every R-th exit, with R the ``rotation``, and shifts them by
     one each step. The gradual one turns on one exit after another, from the last to the first, all
-    by half of the ``steps``.
+    by half of the ``steps``. Raises KeyError for another curriculum.
     """
     exits = np.arange(layers - 1)
-    if curriculum == "rotational":
-        return (exits - step) % rotation == 0
-    return step >= (layers - exits) * steps / (2 * layers)
+    on = {
+        "rotational": (exits - step) % rotation == 0,
+        "gradual": step >= (layers - exits) * steps / (2 * layers),
+    }
+    return on[curriculum]
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
-    """Return the hidden states ``[batch, T, hidden]`` after each layer, for token ids
+    """Yield the hidden states ``[batch, T, hidden]`` after each layer, for token ids
     ``[batch, T]``.
 
     ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the

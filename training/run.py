@@ -1,6 +1,6 @@
 """Runs of ``train.py``: their options, what they begin with, and the folder they are saved in.
 
-Knows nothing of losses.
+Computes no losses.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from app.common.files import atomic_path, read_json, read_text, write_text
+from app.common.files import atomic_path, check_place, read_json, read_text, write_text
 from app.common.parsers import DEVICE, Groups, parser_of, within
 from model.config import parse_config
 from model.decoder import Decoder
@@ -31,8 +31,9 @@ STATE = "training/state.pt"
 LOG = "training/log.jsonl"
 # Options that may differ when a run is continued
 NOT_OF_THE_RUN = ("out", "device", "save_every")
-# Options of files, which are compared by what they hold
-OF_FILES = ("data", "config", "start_from")
+# Options of files, which are compared first, by what they hold. A run's own model has another
+# config than the one it began with, so where a run starts from comes before.
+OF_FILES = ("start_from", "data", "config")
 COUNT = within(int, 1, 2**31 - 1)
 OPTIONS: Groups = {
     "": {
@@ -179,16 +180,18 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
-def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]:
+def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path | None]:
     """Return the initial model in float32, training rows, held-out rows, and the folder of the
-    tokenizer. A new tokenizer is written into ``--out``, once the text is known to suffice.
+    checkpoint if the run starts from one. A new tokenizer is written into ``--out``.
 
     Raises InputError for a wrong model, text or folder.
     """
+    nearest = next(folder for folder in (options.out, *options.out.parents) if folder.exists())
+    check_place(nearest / "config.json")  # missing folders are made in it
     if (options.config is None) == (not options.start_from):
         raise InputError("give either --config or --start-from")
-    start = model_folder(options.start_from) if options.start_from else None
-    config = parse_config(read_json(start / "config.json" if start else options.config))
+    checkpoint = model_folder(options.start_from) if options.start_from else None
+    config = parse_config(read_json(checkpoint / "config.json" if checkpoint else options.config))
     if options.context > config.max_positions:
         raise InputError(
             f"--context {options.context} is more than the config's {config.max_positions}"
@@ -198,34 +201,35 @@ def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path]
         raise InputError(
             f"{options.out} holds a model without the state of a run: give another --out"
         )
-    documents = read_documents(options.data)
-    with TemporaryDirectory() as scratch:
-        tokenizer = tokenizer_of(options, start, documents, Path(scratch))
-        rows = rows_of(documents, tokenizer, options.context)
-        # A new tokenizer is copied from there now: a text that is refused leaves no files.
-        for file in Path(scratch).iterdir():
-            write_text(options.out / file.name, read_text(file))
-    if start:
-        return load_model(start, torch.float32), *rows, start
+    tokenizer, rows = tokenizer_and_rows(options, checkpoint)
+    if checkpoint:
+        return load_model(checkpoint, torch.float32), *rows, checkpoint
     model = Decoder(replace(config, vocab_size=len(tokenizer.pieces)))
     model.initialise(
         std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
     )
-    return model, *rows, options.out
+    return model, *rows, None
 
 
-def tokenizer_of(
-    options: argparse.Namespace, start: Path | None, documents: Sequence[str], scratch: Path
-) -> Tokenizer:
-    """Return the tokenizer of a run: that of the checkpoint which it starts from, that of the run
-    in ``--out``, or a new one for its documents, written into ``scratch``.
+def tokenizer_and_rows(
+    options: argparse.Namespace, checkpoint: Path | None
+) -> tuple[Tokenizer, tuple[Rows, Rows]]:
+    """Return the tokenizer of a run, and its training and held-out rows.
+
+    The tokenizer is that of the ``checkpoint``, or that of the run in ``--out``. Without
+    both a new one is trained, and written into ``--out``. Raises InputError for a wrong text.
     """
-    if start:
-        return Tokenizer(start)
-    if (options.out / STATE).exists():
-        return Tokenizer(options.out)
-    train_tokenizer(documents, options.vocab_size, scratch)
-    return Tokenizer(scratch)
+    documents = read_documents(options.data)
+    if checkpoint or (options.out / STATE).exists():
+        tokenizer = Tokenizer(checkpoint or options.out)
+        return tokenizer, rows_of(documents, tokenizer, options.context)
+    with TemporaryDirectory() as scratch:  # a text that is refused leaves no files in --out
+        train_tokenizer(documents, options.vocab_size, Path(scratch))
+        tokenizer = Tokenizer(Path(scratch))
+        rows = rows_of(documents, tokenizer, options.context)
+        for file in Path(scratch).iterdir():
+            write_text(options.out / file.name, read_text(file))
+    return tokenizer, rows
 
 
 def load_run(
@@ -233,11 +237,10 @@ def load_run(
     model: Decoder,
     optimisers: Sequence[Optimizer],
     rows: Rows,
-    tokenizer_from: Path,
+    checkpoint: Path | None,
 ) -> Run:
     """Return the run in ``--out``, or a new one. The model and its optimisers get what was saved of
-    them. ``tokenizer_from`` is the folder of the checkpoint, if the run starts from one, and
-    otherwise ``--out``.
+    them. ``checkpoint`` is the folder of the checkpoint, if the run starts from one.
 
     An option that the saved run did not know yet counts as its default. Raises InputError for a
     damaged state, and for a run with other options, another text, config or checkpoint: files are
@@ -249,20 +252,21 @@ def load_run(
     } | {
         "data": rows.checksum,
         "config": f"{zlib.crc32(config.encode()):08x}",
-        "start_from": str(options.start_from and model_fingerprint(tokenizer_from)),
+        "start_from": str(checkpoint and model_fingerprint(checkpoint)),
     }
     if not (options.out / STATE).exists():
         return Run(given)
     parser = parser_of(OPTIONS)
     with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
         state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
-        for name in given | state["options"]:
+        for name in dict.fromkeys((*OF_FILES, *given, *state["options"])):
             value = state["options"].get(name, str(parser.get_default(name)))
             if given.get(name) != value:
                 option = f"--{name.replace('_', '-')}"
-                found = f"other contents of {option}" if name in OF_FILES else f"{option} {value}"
+                shown = "of other contents" if name in OF_FILES and value != "None" else value
                 raise InputError(
-                    f"{options.out} holds a run with {found}: give the same, or another --out"
+                    f"{options.out} holds a run with {option} {shown}: give the same, or another"
+                    " --out"
                 )
         model.load_state_dict(state.pop("model"))
         for optimiser, values in zip(optimisers, state.pop("optimisers"), strict=True):
@@ -271,35 +275,30 @@ def load_run(
 
 
 def save_run(
-    out: Path, model: Decoder, optimisers: Sequence[Optimizer], run: Run, tokenizer_from: Path
+    out: Path, model: Decoder, optimisers: Sequence[Optimizer], run: Run, checkpoint: Path | None
 ) -> None:
-    """Write the model as an ordinary bf16 folder, and the log and the state to continue from, each
-    file atomically. The state takes its place last, but its space first: a full disk leaves no
-    model without a state. Nor does Ctrl-C during the first save.
+    """Write the state to continue from, the log, and the model as an ordinary bf16 folder with the
+    tokenizer of the ``checkpoint``. Each file is written atomically.
 
-    A run that is killed before that repeats the last steps. Raises InputError when ``out`` cannot
-    be written.
+    The state comes first: a model without one would belong to no run. Where the rest is missing,
+    because the run was killed or the disk is full, the next save writes it. Raises InputError when
+    ``out`` cannot be written.
     """
-    try:
-        with (
-            explaining(
-                f"{out / STATE} cannot be written, the last saved state is kept; free some space"
-                " and run again",
-                (OSError, RuntimeError),
-            ),
-            atomic_path(out / STATE) as temporary,
-        ):
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimisers": [each.state_dict() for each in optimisers],
-                    **vars(run),
-                },
-                temporary,
-            )
-            write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in run.records))
-            save_model(copy.deepcopy(model).bfloat16(), out, tokenizer_from=tokenizer_from)
-    finally:
-        # Interrupted in the first save: a run begins only in a folder without a model.
-        if (out / "config.json").exists() and not (out / STATE).exists():
-            (out / "config.json").unlink()
+    with (
+        explaining(
+            f"{out / STATE} cannot be written, the last saved state is kept; free some space and"
+            " run again",
+            (OSError, RuntimeError),
+        ),
+        atomic_path(out / STATE) as temporary,
+    ):
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "optimisers": [each.state_dict() for each in optimisers],
+                **vars(run),
+            },
+            temporary,
+        )
+    write_text(out / LOG, "".join(f"{json.dumps(each)}\n" for each in run.records))
+    save_model(copy.deepcopy(model).bfloat16(), out, tokenizer_from=checkpoint)

@@ -81,7 +81,8 @@ class Rows:
     document. ``checksum`` is that of the token ids.
 
     A row begins where a document does, so that no response is trained on without its prompt, or a
-    whole number of rows later in a longer document. It continues into the next document.
+    multiple of ``width`` - 1 tokens later in a longer document. It continues into the next
+    document.
     """
 
     def __init__(self, tokens: np.ndarray, ending: Sequence[int], width: int) -> None:

@@ -15,12 +15,12 @@ import torch
 from app.common.files import read_json
 from app.common.parsers import parser_of
 from benchmark import __main__ as command
-from benchmark import gpu_report, sections, shapes, steps, timing
+from benchmark import gpu_report, rounds, sections, shapes, steps, timing
 from benchmark.picture import picture
 from benchmark.ways import Written
 from decoding.rounds import Round
 from model.plan import LayerPlan
-from tests.calls import interrupted, status_of
+from tests.calls import interrupted, recorded, status_of
 from tests.commands import Outcome
 from tests.folders import LLAMA, write_folder
 from tests.laws import tiny_model
@@ -103,8 +103,7 @@ def test_a_simulated_cost_is_that_of_the_rounds_and_drafts_of_the_written_texts(
 
 
 def test_the_picture_of_a_report_is_in_order(report: dict[str, Any]) -> None:
-    sections_alone = {name: report[name] for name in sections.SECTIONS}
-    assert [*faults(lambda: picture(sections_alone))] == []
+    assert [*faults(lambda: picture({name: report[name] for name in sections.SECTIONS}))] == []
 
 
 def test_ways_take_turns_and_a_table_follows_from_their_seconds(
@@ -161,10 +160,8 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
     the same early exits.
     """
     folder = write_folder(tmp_path)
-    noted = []
-    monkeypatch.setitem(
-        command.ways.LIBRARIES, "transformers", (lambda *given: noted.append(given) or {}, "")
-    )
+    monkeypatch.setattr(command.ways, "transformers_ways", lambda *given: (None, {}))
+    noted = recorded(monkeypatch, command.ways, "transformers_ways", lambda _, exits, draft: exits)
 
     def drafts(*more: str, **plan: Any) -> list[str]:
         (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], **plan}))
@@ -174,7 +171,7 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(
 
     assert drafts(gamma=3) == ["lookup", "exit 2", "exit 3", "low bits", "plan.json", "auto"]
     assert drafts("--exit-layer", "1", gamma=0) == ["lookup", "exit 1", "low bits", "auto"]
-    assert [[*exits] for _, exits, *_ in noted] == [[2, 3], [1]]
+    assert [[*exits] for exits in noted] == [[2, 3], [1]]
 
 
 def test_the_stories_are_those_of_old_measurements() -> None:
@@ -241,12 +238,12 @@ def test_rounds_have_the_given_acceptance_rates(
 
     model.register_forward_pre_hook(step)
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
-    monkeypatch.setattr(shapes, "shape_model", lambda *given: model)
-    monkeypatch.setattr(shapes, "bandwidth", lambda device: 1.0)
-    monkeypatch.setattr(shapes, "ROUNDS_ACCEPT", (0.0, 1.0))
-    monkeypatch.setattr(shapes, "TOKENS", 25)
+    monkeypatch.setattr(rounds, "shape_model", lambda *given: model)
+    monkeypatch.setattr(rounds, "bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(rounds, "ACCEPTANCES", (0.0, 1.0))
+    monkeypatch.setattr(rounds, "TOKENS", 25)
     model.trouble = "steps have fallen back"
-    plain, *drafts = shapes.measure_rounds("toy", model.dtype, model.device)
+    plain, *drafts = rounds.measure_rounds("toy", model.dtype, model.device)
     assert capsys.readouterr().err == "[toy: steps have fallen back]\n"
     lines = picture({"rounds": [plain, *drafts]}).axes[0].lines
     assert [line.get_label() for line in lines] == ["toy, exit"]
@@ -271,12 +268,15 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
     monkeypatch.setattr(gpu_report, "pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(gpu_report, "parts", lambda model: PARTS)
     assert gpu_report.main(["--out", str(tmp_path / "report.md")]) == 0
-    _, fails, slow, missing, stubborn, last = (tmp_path / "report.md").read_text().split("\n## ")
-    assert fails.startswith("Fails: failed with status 2\n") and "No such file" in fails
-    assert slow.startswith("Slow: took too long\n") and "\nslow\n" in slow
-    assert missing.startswith("Missing: could not start\n")
-    assert stubborn.startswith("Stubborn: took too long\n")
-    assert last.startswith("Last: worked\n") and "\nlast\n" in last
+    _, *parts = (tmp_path / "report.md").read_text().split("\n## ")
+    assert [part.partition("\n")[0] for part in parts] == [
+        "Fails: failed with status 2",
+        "Slow: took too long",
+        "Missing: could not start",
+        "Stubborn: took too long",
+        "Last: worked",
+    ]
+    assert "No such file" in parts[0] and "\nslow\n" in parts[1] and "\nlast\n" in parts[4]
 
 
 def test_the_notebook_runs_without_a_gpu_and_says_what_it_would_run(

@@ -10,14 +10,18 @@ import re
 import runpy
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from app.characters import Labels
 from decoding.drafters import Draft
 from decoding.proof.loop_law import Setup, bias
-from docs import layers
+from decoding.rounds import Round
+from docs import layers, moving
 from tests import readme
 from tests.calls import status_of
 from tests.commands import Run
@@ -27,9 +31,9 @@ TEXTS = {document: document.read_text(encoding="utf-8") for document in readme.D
 ALL = "\n".join(TEXTS.values())
 TABLE_OF_TESTS = ROOT / "tests/README.md"  # it has links, and no commands
 LINKED = {**TEXTS, TABLE_OF_TESTS: TABLE_OF_TESTS.read_text(encoding="utf-8")}
-COMMANDS = ("generate", "train", "weights.fetch", "docs.layers")
-COMMANDS += tuple(
-    f"{folder}.__main__" for folder in ("benchmark", "search", "training.corpus", "decoding.proof")
+COMMANDS = (
+    *("generate", "train", "weights.fetch", "docs.layers", "benchmark.__main__"),
+    *("search.__main__", "training.corpus.__main__", "decoding.proof.__main__"),
 )
 
 
@@ -107,6 +111,30 @@ def test_no_text_beyond_the_context_is_drawn_nor_one_into_a_missing_folder(
 ) -> None:
     beyond = ["a" * 300, "--model", model, "--svg", str(tmp_path / file)]
     assert status_of(layers.main, beyond) == 2 and complaint in capsys.readouterr().err
+
+
+def test_the_moving_picture_is_xml_and_begins_with_both_whole_texts() -> None:
+    """One was written token by token. The other had a rejected and a discarded token in its draft.
+    Characters of XML are in both.
+    """
+    labels = Labels([b"<a", b" & b", b" c" * 41].__getitem__, {})
+    first = Round(1, [], 0, [0])
+    samples = [
+        SimpleNamespace(
+            draft="none",
+            speed=1,
+            seconds=3,
+            rounds=rounds,
+            timeline=[(each, each.position) for each in rounds],
+        )
+        for rounds in (
+            [first, Round(2, [], 0, [1]), Round(3, [], 0, [2])],
+            [first, Round(2, [1, 0, 0], 1, [1, 2])],
+        )
+    ]
+    lanes = ElementTree.fromstring(moving.picture(*samples, labels)).iterfind("{*}g")
+    shown = [[text.text for text in lane.iterfind("{*}text[@opacity='1']")] for lane in lanes]
+    assert shown == [["<a", " & b", " c" * 41]] * 2
 
 
 def test_a_document_whose_command_is_wrong_fails(capfd: pytest.CaptureFixture[str]) -> None:
@@ -221,8 +249,7 @@ def test_an_error_in_a_drafter_says_where_and_keeps_the_text(
     (tmp_path / "mine.py").write_text(FAILING.format(method=method, length=length, error=error))
     command = ["the hen", "--model", model, "--json", "--max-new-tokens", "30"]
     whole = run(*command, "--draft", "none").result["tokens"]
-    draft = f"{tmp_path / 'mine.py'}:Mine"
-    outcome = run(*command, "--draft", draft, "--num-samples", samples)
+    outcome = run(*command, "--draft", f"{tmp_path / 'mine.py'}:Mine", "--num-samples", samples)
     assert outcome.status == 2 and len(outcome.objects) == int(samples)
     for each in outcome.objects:
         assert each["finish_reason"] == "interrupted" and len(each["tokens"]) > 3

@@ -115,6 +115,7 @@ def test_a_model_in_a_loop_is_given_up(
         (b"", ["--tokens", 0], "must be at least 1"),
         (b"", ["--temperature", "nan"], "temperature must be at least 0"),
         (b"", ["--out", "/dev/full"], "/dev/full"),
+        (b"", ["--out", "nowhere/x", "--model", "no"], "the folder nowhere does not exist"),
     ],
 )
 def test_what_the_command_cannot_do_is_refused_and_the_file_left_alone(

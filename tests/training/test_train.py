@@ -2,7 +2,6 @@
 reproducible and resumable.
 """
 
-import filecmp
 import json
 import math
 import shutil
@@ -272,10 +271,6 @@ def arguments(text: Path, out: Path, **changed: Any) -> list[str]:
     return [*options, "--no-autocast"]
 
 
-def log_of(out: Path) -> list[dict[str, Any]]:
-    return [*map(json.loads, (out / LOG).read_text(encoding="utf-8").splitlines())]
-
-
 def state_of(out: Path) -> dict[str, Any]:
     return torch.load(out / STATE, weights_only=True)
 
@@ -286,7 +281,7 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     out = tmp_path / "run"
     command = arguments(data, out, steps=40, save_every=20, learning_rate=0.01)
     assert train.main(command) == 0
-    *rows, judged = log_of(out)
+    *rows, judged = map(json.loads, (out / LOG).read_text(encoding="utf-8").splitlines())
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 40 and losses[-1] < 0.7 * losses[0]
     assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3
@@ -319,7 +314,7 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
             assert train.main(killed) == 130
         assert state_of(tmp_path / "killed")["step"] == saved
     assert train.main(killed) == 0
-    assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
+    assert (tmp_path / "killed" / LOG).read_bytes() == (tmp_path / "whole" / LOG).read_bytes()
     whole, again = (
         [state["model"], *(each["state"] for each in state["optimisers"])]
         for state in (state_of(tmp_path / name) for name in ("whole", "killed"))
@@ -335,36 +330,42 @@ def test_a_run_is_not_continued_with_other_options_or_another_text(
     """
     run, moved, other = tmp_path / "run", tmp_path / "moved", tmp_path / "other.json"
     assert train.main(arguments(data, run, steps=1)) == 0
-    said = refusal_of(arguments(data, run, steps=1, learning_rate=0.5), capsys)
-    assert "holds a run with --learning-rate 0.002: give the same, or another --out" in said
     run.rename(moved)
     data = data.rename(tmp_path / "renamed.jsonl")
     other.write_text(json.dumps(CONFIG), encoding="utf-8")
     assert train.main(arguments(data, moved, steps=1, save_every=7, config=other)) == 0
     other.write_text(json.dumps(CONFIG | {"rms_norm_eps": 0.1}), encoding="utf-8")
-    changed = arguments(data, moved, steps=1, config=other)
-    assert "holds a run with other contents of --config: " in refusal_of(changed, capsys)
+    for changed, held in (
+        ({"config": other}, "--config of other contents"),
+        ({"config": None, "start_from": moved}, "--start-from None"),
+        ({"learning_rate": 0.5}, "--learning-rate 0.002"),
+    ):
+        said = refusal_of(arguments(data, moved, steps=1, **changed), capsys)
+        assert f"holds a run with {held}: give the same, or another --out" in said
     monkeypatch.setitem(OPTIONS[""], "--new", {"default": 7, "help": "unknown to the run"})
     command = arguments(data, moved, steps=1)
     assert train.main(command) == 0, "by its default the run goes on"
     assert "holds a run with --new 7: give" in refusal_of([*command, "--new=8"], capsys)
     data.write_text(data.read_text().replace("old", "new"), encoding="utf-8")
-    assert "holds a run with other contents of --data: " in refusal_of(command, capsys)
+    assert "holds a run with --data of other contents: " in refusal_of(command, capsys)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is looked for once. A run interrupted in its first save begins again."""
+    """The checkpoint is looked for once. A run that is killed while it writes its model has written
+    its state, and then writes the model again.
+    """
     found = recorded(monkeypatch, runs, "model_folder", str)
+    saved = recorded(monkeypatch, runs, "save_model", lambda *_, **__: state_of(out)["step"])
     start, out = write_folder(tmp_path / "start", GEMMA2 | SHAPE, eos_ids=(263,)), tmp_path / "run"
     changed = {"config": None, "start_from": start, "learning_rate": 1e-9, "steps": 2}
     interrupted(monkeypatch, shutil, "copyfile", 1)
     statuses = [train.main(arguments(data, out, **changed)) for _ in range(2)]
-    assert statuses == [130, 0] and found == [str(start)] * 2
+    assert statuses == [130, 0] and found == [str(start)] * 2 and saved == [2, 2]
     before, after = (load_model(each, torch.float32).state_dict() for each in (start, out))
     torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
-    assert filecmp.cmp(out / "tokenizer.json", start / "tokenizer.json", shallow=False)
+    assert (out / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
     elsewhere = {**changed, "start_from": start.rename(tmp_path / "moved")}
     assert train.main(arguments(data, out, **elsewhere)) == 0
 
@@ -407,7 +408,11 @@ def refusal_of(command: list[str], capsys: Any) -> str:
         ({"data": "nowhere.jsonl"}, "nowhere.jsonl cannot be read"),
         ({"data": "same.jsonl"}, "1 different documents, with "),
         ({"config": "nowhere.json"}, "nowhere.json cannot be read"),
-        ({"out": "text.jsonl"}, "text.jsonl"),
+        ({"out": "text.jsonl"}, "the folder text.jsonl does not exist or is read-only"),
+        (
+            {"out": "text.jsonl/run", "config": None, "start_from": "other"},
+            "the folder text.jsonl does not exist or is read-only",
+        ),
         ({"out": "other"}, "holds a model without the state of a run"),
         (
             {"out": "other", "config": None, "start_from": "other"},

@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> None:
     continues to the same file. Raises InputError when the model writes nothing new any more.
     """
     stories: dict[str, dict[str, str]] = {}
+    check_place(options.out)
     if options.out.exists():
-        check_place(options.out)
         with explaining(
             f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
         ):
