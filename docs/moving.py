@@ -100,8 +100,8 @@ def fitting(place: int, text: str) -> int:
 
 
 def piece(text: str, kind: str, place: int, first: float, second: float) -> str:
-    """Return a piece of a text at a place, of which a line has ``COLUMNS``. A drafted one appears
-    at the ``first`` share of the period and vanishes at the ``second``. Others vanish and reappear.
+    """Return a piece of a text at a place; a line has ``COLUMNS`` places. A drafted one appears at
+    the ``first`` share of the period and vanishes at the ``second``. Others vanish and reappear.
     """
     before = int(kind != "drafted")  # its opacity: a period begins with the finished texts
     # Pieces with the same name share an animation, so it names all of it.

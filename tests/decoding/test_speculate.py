@@ -39,8 +39,13 @@ def write(
 ) -> list[Round]:
     text = Text(PROMPT, conditions or Conditions(20), model)
     cache = cache or prefilled(model, PROMPT)
-    rule = SeededRandomness(0), rules.verify_by_ratio
-    return list(loop.speculate(model, cache, text, drafter, policy, params, *rule))
+    return list(
+        loop.speculate(
+            *(model, cache, text, drafter, policy, params),
+            SeededRandomness(0),
+            rules.verify_by_ratio,
+        )
+    )
 
 
 def tokens_of(rounds: list[Round]) -> list[int]:

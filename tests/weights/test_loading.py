@@ -471,10 +471,9 @@ def test_the_tokenizer_and_the_ids_that_end_a_text_go_with_the_weights(tmp_path)
     """Those of another folder, and then of this one."""
     ids = {"eos_token_id": [7, 9], "bos_token_id": 3}
     source, folder = write_folder(tmp_path / "source", LLAMA | ids), tmp_path / "saved"
-    (source / "notes.txt").write_text("not the tokenizer's")
-    (source / "tokenizer_old").mkdir()
+    (source / "tokenizer_notes").mkdir()  # no file
     for taken_from in (source, folder):
         save_model(random_model(raw_config("llama", False)), folder, tokenizer_from=taken_from)
         assert (ids | {"hidden_size": 16}).items() <= read_json(folder / "config.json").items()
-        assert filecmp.dircmp(source, folder).left_only == ["notes.txt", "tokenizer_old"]
+        assert filecmp.dircmp(source, folder).left_only == ["tokenizer_notes"]
         assert filecmp.cmp(folder / "tokenizer.json", source / "tokenizer.json", shallow=False)
