@@ -380,7 +380,7 @@ def test_a_plan_may_have_a_window_where_prompts_are_long(
     assert command.main(arguments(folder, "--trials", 3, "--context", context)) == 0
     [(study, space)] = seen
     monkeypatch.setattr(command, "WINDOWS", (9,))  # begins another study
-    assert command.main(arguments(folder, "--trials", 3, "--context", context)) == 0
+    assert command.main(arguments(folder, "--trials", 4, "--context", context)) == 0
     assert space["window"] == windows
     assert ("16-bit attn of 7" in study.user_attrs["costs"]["parts"]) == (7 in windows)
 
