@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from itertools import chain, islice
@@ -66,6 +65,7 @@ from weights.load import model_fingerprint
 PREDICTING = (
     "search/acceptance.py",
     "search/costs.py",
+    "search/study.py",
     "search/texts.py",
     "decoding/*.py",
     "model/*.py",
@@ -155,7 +155,8 @@ def run(options: argparse.Namespace) -> int:
     long work.
     """
     # 1. The settings name the study, and its files.
-    session, settings, study, out = open_search(options)
+    session, settings, study = open_search(options)
+    out = options.out or place_of_plan(session, study)
     # 2. The target writes the texts, on which plans are predicted with costs measured once.
     searched, held_out = split_texts(plain_texts(session, settings["prompts"]))
     is_long = min(len(text.prompt) for text in searched) >= LONG
@@ -179,10 +180,13 @@ def run(options: argparse.Namespace) -> int:
         optimise(study, predict, space, first, options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
-        say("interrupted: the best plans so far decode now; the same command continues the search")
+        say(
+            "interrupted: the best plans found decode now, if there are any; the same command"
+            " continues the search"
+        )
     # 4. The best plans decode, and the fastest is written.
     if found := predictions_of(study):
-        plans = plans_to_confirm(options, session, found, predict, out)
+        plans = plans_to_confirm(options, session, study, predict, out)
         results = confirm(session, held_out, {plan: predict(plan) for plan in plans})
         Console(width=None if sys.stdout.isatty() else 120).print(result_table(results))
         write_result(out, results[0], settings, study.study_name, options.model)
@@ -195,10 +199,8 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def open_search(
-    options: argparse.Namespace,
-) -> tuple[Session, dict[str, Any], optuna.Study, Path]:
-    """Return the session, the settings, the study that they name, and the place of the plan.
+def open_search(options: argparse.Namespace) -> tuple[Session, dict[str, Any], optuna.Study]:
+    """Return the session, the settings, and the study that they name.
 
     Raises InputError for files that cannot be read or written, and for too little memory.
     """
@@ -209,16 +211,15 @@ def open_search(
         prompts = after_documents(session.tokenizer, prompts, options.context)
     settings = settings_of(session, options, prompts)
     study_name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    out = options.out or place_of_plan(session.folder, study_name)
-    check_place(out)
-    journal = (options.out or session.folder / "plan").with_suffix(".journal")
-    if out == journal:
-        raise InputError(f"--out {out}: the trials are kept there: name a .json")
+    place = options.out or session.folder / "plan.json"
+    check_place(place)
+    journal = place.with_suffix(".journal")
+    if place == journal:
+        raise InputError(f"--out {place}: the trials are kept there: name a .json")
     session.check_memory()
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    study = open_study(journal, study_name, options.sampler, options.seed)
-    return session, settings, study, out
+    return session, settings, open_study(journal, study_name, options.sampler, options.seed)
 
 
 def settings_of(
@@ -237,19 +238,32 @@ def settings_of(
         "machine": machine(session.device),
         "version": version(chain(*map(Path(__file__).parents[1].glob, PREDICTING))),
         "longest_draft": LONGEST_DRAFT,
+        "windows": WINDOWS,
+        "long": LONG,
     }
 
 
-def place_of_plan(folder: Path, study: str) -> Path:
+def place_of_plan(session: Session, study: optuna.Study) -> Path:
     """Return the file for the plan of a study: ``plan.json`` in the model's folder or, where that
     is of another search or was written by hand, a file beside it.
     """
-    shipped = folder / "plan.json"
-    if not shipped.exists() or read_optional_json(shipped).get("study") == study:
+    shipped = session.folder / "plan.json"
+    if not shipped.exists() or plan_before(shipped, session, study):
         return shipped
-    beside = folder / f"plan-{study}.json"
+    beside = session.folder / f"plan-{study.study_name}.json"
     say(f"{shipped} is not of this search and stays: the new plan goes to {beside}")
     return beside
+
+
+def plan_before(file: Path, session: Session, study: optuna.Study) -> LayerPlan | None:
+    """Return the plan that this study wrote into a file before: one that it tried, or an early
+    exit. Return None where there is none: another search wrote the file, or a hand changed its
+    plan.
+    """
+    if read_optional_json(file).get("study") != study.study_name:
+        return None
+    plan = read_plan(file, session.model.num_layers, session.folder).plan
+    return plan if plan in {*predictions_of(study), *early_exits(plan.num_layers)} else None
 
 
 def prepare(
@@ -285,22 +299,21 @@ def announce(importance: Importance, first: int, trials: int) -> None:
 def plans_to_confirm(
     options: argparse.Namespace,
     session: Session,
-    found: Mapping[LayerPlan, Prediction],
+    study: optuna.Study,
     predict: Predict,
     out: Path,
 ) -> list[LayerPlan]:
-    """Return the best plans found, the best early exit, tried or not, if sublayers may be skipped,
-    and without ``--out`` the plan that this search wrote before: neither is replaced by a slower
-    one.
+    """Return the plans to decode: the best ones found; the best early exit, if sublayers may be
+    skipped; and without ``--out`` the plan that this search wrote before, so that no slower one
+    replaces it.
     """
-    layers = session.model.num_layers
+    found = predictions_of(study)
     plans = [*islice(found, CONFIRMED)]
     if 0 in options.bits:
-        plans += sorted(
-            early_exits(layers), key=lambda plan: -(found.get(plan) or predict(plan)).speedup
-        )[:1]
-    if options.out is None and out.exists():
-        plans.append(read_plan(out, layers, session.folder).plan)
+        exits = early_exits(session.model.num_layers)
+        plans += sorted(exits, key=lambda plan: -(found.get(plan) or predict(plan)).speedup)[:1]
+    if options.out is None and (before := plan_before(out, session, study)):
+        plans.append(before)
     return plans
 
 

@@ -70,7 +70,7 @@ ACCEPTED = {"race": accepted_by_race, "ratio": accepted_by_ratio}
 
 
 class TargetPass:
-    """The target's pass over one text of ``length`` tokens, without the last token of all.
+    """The target's pass over a text without its last token: over ``length`` tokens.
 
     ``cache`` has its entries. ``last`` ``[1, M, hidden]`` are its states after the last layer at
     the M ``positions`` whose logits predict the ``written`` tokens ``[M, 1]``.

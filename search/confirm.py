@@ -110,7 +110,7 @@ def write_result(
     write_plan(path, draft, settings["model"], provenance)
     measured = f"{path}: {best.speedup:.2f} times plain decoding"
     if pays:
-        say(f"{measured}, drafts of up to {predicted.gamma} tokens")
+        say(f"{measured}, with a draft length of up to {predicted.gamma}")
         say(
             f'to use it: python generate.py "Your prompt" --model {shlex.quote(model)}'
             f" --draft skip --plan {shlex.quote(str(path))}"

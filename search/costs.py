@@ -24,7 +24,7 @@ from decoding.rounds import expected_speedup
 from decoding.speculate import speculate
 from decoding.text import Conditions, Text
 from model.cache import KVCache
-from model.errors import InputError
+from model.errors import InputError, explaining
 from model.places import cache_folder
 from model.plan import LayerPlan
 
@@ -46,8 +46,11 @@ class CostModel:
     verify: Sequence[float]
 
     def step(self, plan: LayerPlan) -> float:
-        """Return the cost of a draft step under the plan."""
-        return sum(count * self.parts[part] for part, count in parts_of(plan).items())
+        """Return the cost of a draft step under the plan. Raises InputError where one of its parts
+        was not measured.
+        """
+        with explaining("the cost of a part of the plan was not measured", (KeyError,)):
+            return sum(count * self.parts[part] for part, count in parts_of(plan).items())
 
     def best(self, acceptance: float, step: float) -> tuple[float, int]:
         """Return the largest expected speed-up of drafts with this acceptance rate α and cost of a
@@ -71,10 +74,10 @@ def parts_of(plan: LayerPlan) -> Counter[str]:
 
 def probes(
     layers: int, bits: Collection[int], windows: Collection[int | None]
-) -> dict[LayerPlan, list[LayerPlan]]:
-    """Return the plans by which the parts are measured. For each number of bits the key is the plan
-    of the head alone. Its values have one kind of part besides: all MLPs, or all attentions under
-    one of the windows.
+) -> dict[LayerPlan, LayerPlan]:
+    """Return the plans by which the parts are measured. Each value is the plan of the head alone in
+    some number of bits; its keys add one kind of part: all MLPs, or all attentions under one of the
+    windows.
     """
     every = range(layers)
     others = [
@@ -83,8 +86,7 @@ def probes(
     ]
     head = LayerPlan.skipping(layers, every, every)
     return {
-        head.in_bits(width, width): [plan.in_bits(width, width) for plan in others]
-        for width in bits
+        plan.in_bits(width, width): head.in_bits(width, width) for width in bits for plan in others
     }
 
 
@@ -143,14 +145,14 @@ def measure_costs(
             f"{session.name} has a context of {session.context} tokens: a search needs at least"
             f" {longest + 1}, in which to time drafts"
         )
-    heads = probes(session.model.num_layers, bits, windows)
-    plans = [*chain(heads, *heads.values())]
+    pairs = probes(session.model.num_layers, bits, windows)
     cut = [list(each)[:room] for each in prompts]
-    return parts_from(heads, timed_turns(session, cut, plans, max(map(len, cut)) + longest))
+    plans = dict.fromkeys(chain(*pairs.items()))
+    return parts_from(pairs, timed_turns(session, cut, plans, max(map(len, cut)) + longest))
 
 
 def timed_turns(
-    session: Session, prompts: Sequence[Sequence[int]], plans: Sequence[LayerPlan], positions: int
+    session: Session, prompts: Sequence[Sequence[int]], plans: Collection[LayerPlan], positions: int
 ) -> list[Turn]:
     """Return the seconds of all kinds of rounds in each turn, in a cache of these ``positions``."""
     slot = session.slot_for(positions)
@@ -172,21 +174,20 @@ def timed_turns(
     return turns
 
 
-def parts_from(heads: Mapping[LayerPlan, Sequence[LayerPlan]], turns: Sequence[Turn]) -> CostModel:
+def parts_from(pairs: Mapping[LayerPlan, LayerPlan], turns: Sequence[Turn]) -> CostModel:
     """Return the costs that follow from the turns, for the plans of ``probes``: in each turn
     relative to its plain round, the one that verifies no draft.
     """
     rounds = {way: median(turn[way] / turn[0] for turn in turns) for way in turns[0]}
     steps = {
         plan: max(0.0, rounds[plan] - rounds[TIMED_DRAFT]) / TIMED_DRAFT
-        for plan in chain(heads, *heads.values())
+        for plan in chain(*pairs.items())
     }
     parts: dict[str, float] = {}
-    for head, others in heads.items():
-        parts |= dict.fromkeys(parts_of(head), steps[head])  # its only part
-        for plan in others:
-            [(part, count)] = (parts_of(plan) - parts_of(head)).items()
-            parts[part] = max(0.0, steps[plan] - steps[head]) / count
+    for plan, head in pairs.items():
+        [head_part] = parts_of(head)
+        [(part, count)] = (parts_of(plan) - parts_of(head)).items()
+        parts |= {head_part: steps[head], part: max(0.0, steps[plan] - steps[head]) / count}
     return CostModel(parts, [rounds[length] for length in range(LONGEST_DRAFT + 1)])
 
 

@@ -53,12 +53,11 @@ def front(predictions: Mapping[LayerPlan, Prediction], costs: CostModel) -> Figu
         alpha=0.5,
     )
     axes.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9, colors=INK)
-    bits = [np.mean(plan.attention + plan.mlp) for plan in predictions]
     dots = axes.scatter(
         steps,
         rates,
         s=30,
-        c=bits,
+        c=[np.mean(plan.attention + plan.mlp) for plan in predictions],
         cmap=SCALE,
         vmin=0,
         vmax=FULL,

@@ -79,34 +79,36 @@ class Importance(NamedTuple):
         return len(self.attention)
 
 
-def sublayers(values: LayerPlan | Importance) -> dict[str, Any]:
-    """Return the bits of each sublayer of a plan, or its importance, by its name: "attn 3" is the
-    attention of layer 3.
+def sublayers(num_layers: int) -> list[str]:
+    """Return the names of all attentions, then of all MLPs: "attn 3" is the attention of layer
+    3.
     """
-    attention = {f"attn {layer}": value for layer, value in enumerate(values.attention)}
-    return attention | {f"mlp {layer}": value for layer, value in enumerate(values.mlp)}
+    return [f"{kind} {layer}" for kind in ("attn", "mlp") for layer in range(num_layers)]
 
 
 def parameters(plan: LayerPlan) -> dict[str, int | None]:
     """Return Optuna's parameters of a plan."""
-    return {**sublayers(plan), HEAD_KEY: plan.head, WINDOW_KEY: plan.window}
+    bits = zip(sublayers(plan.num_layers), plan.attention + plan.mlp, strict=True)
+    return {**dict(bits), HEAD_KEY: plan.head, WINDOW_KEY: plan.window}
 
 
 def plan_of(params: Mapping[str, int | None]) -> LayerPlan:
     """Return the plan of Optuna's parameters: the inverse of ``parameters``."""
-    layers = range(sum(name.startswith("attn ") for name in params))
-    attention = tuple(params[f"attn {layer}"] for layer in layers)
-    mlp = tuple(params[f"mlp {layer}"] for layer in layers)
-    return LayerPlan(attention, mlp, params[HEAD_KEY], params[WINDOW_KEY])
+    layers = sum(name.startswith("attn ") for name in params)
+    bits = tuple(params[name] for name in sublayers(layers))
+    return LayerPlan(bits[:layers], bits[layers:], params[HEAD_KEY], params[WINDOW_KEY])
 
 
-def space_of(num_layers: int, bits: Collection[int], windows: Collection[int] = ()) -> Space:
+def space_of(num_layers: int, bits: Collection[int], windows: Collection[int]) -> Space:
     """Return the space of plans whose sublayers have the checkpoint's bits or any of ``bits`` (0:
     skipped; not for the head), without a window or with any of ``windows``.
     """
     choices = [FULL, *sorted(set(bits), reverse=True)]
-    full = dict.fromkeys(sublayers(LayerPlan.full(num_layers)), choices)
-    return {**full, HEAD_KEY: [each for each in choices if each], WINDOW_KEY: [None, *windows]}
+    return {
+        **dict.fromkeys(sublayers(num_layers), choices),
+        HEAD_KEY: [each for each in choices if each],
+        WINDOW_KEY: [None, *windows],
+    }
 
 
 def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
@@ -116,10 +118,11 @@ def open_study(path: Path, name: str, sampler: str, seed: int) -> optuna.Study:
     """
     wrong = f"{path} is not a search's journal: remove it or give another --out"
     with explaining(wrong, (ValueError, KeyError, TypeError, AssertionError)):
-        journal = optuna.storages.journal.JournalFileBackend(str(path))
         study = optuna.create_study(
             study_name=name,
-            storage=optuna.storages.JournalStorage(journal),
+            storage=optuna.storages.JournalStorage(
+                optuna.storages.journal.JournalFileBackend(str(path))
+            ),
             direction="maximize",
             load_if_exists=True,
         )
@@ -134,7 +137,7 @@ def measure_importance(num_layers: int, acceptance: Callable[[LayerPlan], float]
     shares = [
         1 - acceptance(plan_of(parameters(full) | {name: 0}))
         for name in track(
-            sublayers(full), "importance of each sublayer", console=Console(stderr=True)
+            sublayers(num_layers), "importance of each sublayer", console=Console(stderr=True)
         )
     ]
     return Importance(shares[:num_layers], shares[num_layers:])
@@ -150,8 +153,8 @@ def thinned_plans(importance: Importance) -> list[LayerPlan]:
     up to all.
     """
     full = parameters(LayerPlan.full(importance.num_layers))
-    shares = sublayers(importance)
-    order = sorted(shares, key=lambda name: (shares[name], name))
+    shares = [*importance.attention, *importance.mlp]
+    order = [name for _, name in sorted(zip(shares, sublayers(importance.num_layers), strict=True))]
     skipped = [dict.fromkeys(order[:count], 0) for count in range(1, len(order) + 1)]
     return [plan_of(full | each) for each in skipped]
 
@@ -161,19 +164,19 @@ def first_plans(importance: Importance, space: Space) -> list[LayerPlan]:
     without the least important sublayers, all sublayers in each number of bits and under each
     window, and the first two kinds in the fewest bits.
     """
-    full = LayerPlan.full(importance.num_layers)
-    exits = early_exits(full.num_layers)
+    low = [bits for bits in LOW_BITS if bits in space[HEAD_KEY]]
+    fewest, head = (min(low), max(low)) if low else (FULL, FULL)
+    exits = early_exits(importance.num_layers)
     by_count = thinned_plans(importance)
     thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
-    low = [bits for bits in LOW_BITS if bits in space[HEAD_KEY]]
-    head = max(low, default=FULL)
-    uniform = [*(full.in_bits(bits, head) for bits in low), full]
-    windowed = [replace(plan, window=window) for window in space[WINDOW_KEY] for plan in uniform]
-    # where no low bits may be had, these are the plans themselves
-    rounded = [
-        [plan.in_bits(min(low, default=FULL), head) for plan in plans] for plans in (exits, thinned)
+    full = LayerPlan.full(importance.num_layers)
+    whole = [
+        replace(plan, window=window)
+        for window in space[WINDOW_KEY]
+        for plan in (*(full.in_bits(bits, head) for bits in low), full)
     ]
-    in_turn = chain(*zip_longest(exits, thinned, windowed, *rounded))
+    in_fewest = ([plan.in_bits(fewest, head) for plan in plans] for plans in (exits, thinned))
+    in_turn = chain(*zip_longest(exits, thinned, whole, *in_fewest))
     return [
         plan
         for plan in dict.fromkeys(filter(None, in_turn))
@@ -221,10 +224,12 @@ def optimise(
         trial.set_user_attr("prediction", list(known[plan]))
         return known[plan].speedup
 
-    # another process may share the study
-    enough = optuna.study.MaxTrialsCallback(trials)
-    rest = max(0, trials - len(finished(study)))
-    study.optimize(speedup, rest, callbacks=[enough], show_progress_bar=sys.stderr.isatty())
+    study.optimize(
+        speedup,
+        max(0, trials - len(finished(study))),
+        callbacks=[optuna.study.MaxTrialsCallback(trials)],  # another process may share the study
+        show_progress_bar=sys.stderr.isatty(),
+    )
 
 
 def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:

@@ -6,14 +6,16 @@ acceptance both results, and the probabilities along the path are multiplied. Th
 the law of the output, up to float64 rounding. Knows nothing of models and texts.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
-from decoding.proof.bar import with_bar
 from decoding.randomness import Place, Randomness
 from model.errors import InputError
 
@@ -109,21 +111,27 @@ def output_law(
     ``run`` must begin from the same state at each call, and draw only through the randomness that
     it receives.
     """
-    return summed(with_bar(outcomes(run, enumerator)))
+    return summed(outcomes(run, enumerator))
 
 
 def outcomes(
     run: Callable[[Any], Hashable], enumerator: Callable[[list[int]], Enumerator]
 ) -> Iterator[tuple[Hashable, float]]:
-    """Return the result of ``run`` on each path, with the path's probability.
+    """Return the result of ``run`` on each path, with the path's probability. On a terminal a bar
+    shows the sum of these so far.
 
     A run finds the paths that fork off its own, so the walk begins with the empty path.
     """
     paths: list[list[int]] = [[]]
-    while paths:
-        randomness = enumerator(paths.pop())
-        yield run(randomness), randomness.weight
-        paths += randomness.other_paths
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task("every outcome of every draw", total=1.0)
+        while paths:
+            randomness = enumerator(paths.pop())
+            yield run(randomness), randomness.weight
+            bar.advance(task, randomness.weight)
+            paths += randomness.other_paths
 
 
 def summed(found: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:

@@ -92,9 +92,9 @@ def bias(model: TableModel, request: Request, setup: Setup, rule: str = "ratio")
     """Return the total variation between the laws of the loop and of plain sampling: 0 up to
     rounding if the loop is exact.
 
-    Under the exponential race the model must have two tokens. It takes seconds for a request of two
-    tokens, and up to two minutes with a banned word: a bar shows the probability of the draws so
-    far. Raises InputError for an unknown rule, and for one whose randomness has no enumerator.
+    Under the exponential race the model must have two tokens. A request of two tokens takes
+    seconds, with a banned word up to two minutes; a bar shows the probability of the draws so far.
+    Raises InputError for an unknown rule, and for one whose randomness has no enumerator.
     """
     randomness = type(Rule(rule, seed=0).randomness())
     if randomness not in ENUMERATORS:

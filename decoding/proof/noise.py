@@ -7,7 +7,7 @@
 Such a number stands for itself until it decides something. Each has an id, which it keeps in views
 and copies, so that code which uses one number twice has the law that follows from that. Comparisons
 are of real numbers, so a u that is exactly 0 is not seen. Another kind of number needs a row of
-``DRAWS`` (in ``foreign``) or of ``BECOMES``, and a case of ``follow`` for each of its uses. Knows
+``DRAWS`` (in ``replaced``) or of ``BECOMES``, and a case of ``follow`` for each of its uses. Knows
 nothing of the code that is judged.
 """
 
@@ -39,23 +39,21 @@ BECOMES = {
 THRESHOLDS = {"u": torch.positive, "log u": torch.exp}
 # The weights by which x divided by such a number, or x with it added, draws in a race
 WEIGHTS = {"E": torch.positive, "G": partial(torch.softmax, dim=-1)}
-# The cases of ``follow``, by those of torch's names that share one; "get" is that of x.T
-USES = {
-    **dict.fromkeys(
-        ("size", "dim", "numel", "len", "is_floating_point", "ndimension", "stride"), "ask"
-    ),
-    **dict.fromkeys(("item", "cpu", "to", "float", "double", "half", "bfloat16"), "convert"),
-    # These move elements and do not change them.
-    **dict.fromkeys(("getitem", "view", "reshape", "squeeze", "unsqueeze", "flatten"), "move"),
-    **dict.fromkeys(("expand", "select", "narrow", "index_select", "gather", "take"), "move"),
-    **dict.fromkeys(("transpose", "permute", "get", "clone", "contiguous", "detach"), "move"),
-    **dict.fromkeys(("lt", "le", "less", "less_equal"), "less"),
-    **dict.fromkeys(("gt", "ge", "greater", "greater_equal"), "greater"),
-    **dict.fromkeys(("mul", "rmul", "multiply"), "multiply"),
-    **dict.fromkeys(("truediv", "div", "divide"), "divide"),
-    "radd": "add",
-    "negative": "neg",
+# The cases of ``follow`` that several of torch's functions share; "get" is that of x.T. Those of
+# "move" move elements and do not change them.
+CASES = {
+    "ask": "size dim numel len is_floating_point ndimension stride",
+    "convert": "item cpu to float double half bfloat16",
+    "move": "getitem view reshape squeeze unsqueeze flatten expand select narrow index_select"
+    " gather take transpose permute get clone contiguous detach",
+    "less": "lt le less less_equal",
+    "greater": "gt ge greater greater_equal",
+    "multiply": "mul rmul multiply",
+    "divide": "truediv div divide",
+    "add": "add radd",
+    "neg": "neg negative",
 }
+USES = {name: use for use, names in CASES.items() for name in names.split()}
 
 
 class Refused(InputError):
@@ -66,14 +64,16 @@ class Noise(Tensor):
     """Tensor of random numbers that are not yet known.
 
     ``kind``: a name of the table above, or "a race". ``ids``: of the numbers, int64 in the same
-    shape. ``factor``, float64 in the same shape: what a u was multiplied by, or the weights of a
-    race.
+    shape. ``factor``, float64 in the same shape: of a u, what it was multiplied by; of a race, the
+    weights; else 1.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     kind: str
     ids: Tensor
     factor: Tensor
+
+    __round__ = Tensor.round  # which is refused: without it round(u) is a TypeError
 
     def __array_ufunc__(self, function: Any, method: str, *given: Any, **named: Any) -> Tensor:
         """Return the result of torch's function of the same name for a function of NumPy's. Raises
@@ -155,7 +155,9 @@ def follow(
         # torch.searchsorted(p.cumsum(-1), u), whichever side: how many sums u is not below
         case ["searchsorted", None, "u"] if named.get("sorter") is None:
             column = as_noise("u", noise.ids[..., None], noise.factor[..., None])
-            return compare(walk, column, other[..., None, :], is_below=False).sum(-1)
+            return (
+                compare(walk, column, other[..., None, :], is_below=False).sum(-1).view(noise.shape)
+            )
         # u * q, which p is compared with
         case ["multiply", "u", None] | ["multiply", None, "u"]:
             factor = noise.factor * torch.as_tensor(other, dtype=torch.float64)

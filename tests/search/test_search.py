@@ -19,7 +19,6 @@ from app.options import Options
 from app.plan_file import read_plan
 from decoding.sampling import SamplingParams, distribution
 from model.decoder import Decoder
-from model.errors import InputError
 from model.plan import FULL, LOW_BITS, LayerPlan
 from search import __main__ as command
 from search import costs, study
@@ -45,6 +44,7 @@ from tests.calls import interrupted, recorded, status_of
 from tests.configs import FAMILIES
 from tests.folders import LLAMA, write_folder
 from tests.laws import prefilled, tiny_model
+from tests.refusal import refusal
 from weights.load import model_fingerprint
 
 BITS = (*LOW_BITS, FULL)
@@ -136,6 +136,7 @@ def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
         "8-bit attn of 7": 1,
         **others,
     }
+    assert "was not measured: '4-bit attn of 7'" in refusal(COSTS.step, replace(plan, window=7))
 
 
 @pytest.mark.parametrize(("rate", "step"), [(0.8, 0.2), (0.3, 0.4), (0.99, 0.01)])
@@ -148,8 +149,10 @@ def test_the_best_length_has_the_largest_quotient_of_tokens_over_the_cost(
         (1 - rate ** (length + 1)) / (1 - rate) / (length * step + costs.verify[length])
         for length in range(1, 5)
     ]
-    best = max(quotients)
-    assert costs.best(rate, step) == (pytest.approx(best), 1 + quotients.index(best))
+    assert costs.best(rate, step) == (
+        pytest.approx(max(quotients)),
+        1 + quotients.index(max(quotients)),
+    )
 
 
 def test_costs_are_the_differences_of_timed_plans(
@@ -187,12 +190,19 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
         rate = calibration.acceptance(plan)
         return Prediction(*COSTS.best(rate, COSTS.step(plan)), rate)
 
-    space = space_of(3, [0])
-    plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
+    space = space_of(3, [0], [])
     first = first_plans(measure_importance(3, calibration.acceptance), space)
-    assert all(plan_of({"a": 1, "b": 2, **parameters(plan)}) == plan for plan in plans)
     found = best_so_far(predict, space, first, 32, SAMPLERS["tpe"](seed=0))
-    assert found[-1] == max(predict(plan).speedup for plan in plans)
+    assert found[-1] == max(
+        predict(LayerPlan(flags[:3], flags[3:])).speedup
+        for flags in itertools.product([FULL, 0], repeat=6)
+    )
+
+
+def test_every_choice_of_the_space_is_one_of_its_plans() -> None:
+    space = space_of(1, (0, *LOW_BITS), [7])
+    every = [dict(zip(space, each, strict=True)) for each in itertools.product(*space.values())]
+    assert [parameters(plan_of(each)) for each in every] == every
 
 
 def test_starts_are_distinct_plans_of_every_kind_in_turn() -> None:
@@ -233,7 +243,7 @@ def test_the_neighbour_of_a_plan_that_comes_twice_has_other_bits_in_one_place(
     first = [LayerPlan.full(2), LayerPlan.early_exit(2, 1)]
     monkeypatch.setattr(study, "predictions_of", lambda _: {plan: toy(plan) for plan in first})
     noted = recorded(monkeypatch, optuna.Study, "enqueue_trial", lambda _, given, **__: given)
-    best_so_far(toy, space_of(2, [0, 4]), first, 2, SAMPLERS["random"](seed=0))
+    best_so_far(toy, space_of(2, [0, 4], []), first, 2, SAMPLERS["random"](seed=0))
     assert [len(noted[at].items() - noted[at + 2].items()) for at in (0, 1)] == [1, 1]
 
 
@@ -297,19 +307,24 @@ def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_wi
 def test_a_plan_that_the_search_did_not_make_stays_and_its_own_is_only_replaced_by_a_faster_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(command, "CONFIRMED", 0)
     shipped = folder / "plan.json"
     shipped.write_text('{"attn": [1], "mlp": []}')
-    assert command.main(arguments(folder, "--trials", 1)) == 0
+    assert command.main(arguments(folder, "--trials", 3)) == 0
     assert shipped.read_text() == '{"attn": [1], "mlp": []}'
     [beside] = folder.glob("plan-*.json")
     assert f"{shipped} is not of this search and stays" in capfd.readouterr().err
-    own = json.loads(beside.read_text()) | {"attn": [0], "mlp": [0, 1], "bits": 8}
+    own = json.loads(beside.read_text()) | {"attn": [], "mlp": [], "bits": 4, "head_bits": 8}
     for path in (beside, shipped):
         path.write_text(json.dumps(own))
         before = read_plan(path, 2).plan
         confirmed = recorded(monkeypatch, command, "confirm", lambda *given: {*given[2]})
-        assert command.main(arguments(folder, "--trials", 1)) == 0
+        assert command.main(arguments(folder, "--trials", 3)) == 0
         assert before in confirmed[0]
+    edited = json.dumps(own | {"bits": 8, "mlp": [0]})  # a plan that the study has not tried
+    shipped.write_text(edited)
+    assert command.main(arguments(folder, "--trials", 3)) == 0
+    assert shipped.read_text() == edited
 
 
 @pytest.mark.parametrize("bits", [(0, 4), (4,)])
@@ -350,8 +365,8 @@ def test_costs_that_cannot_be_kept_are_measured_all_the_same(
 def test_a_context_too_short_to_time_drafts_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {**LLAMA, "max_position_embeddings": 45})
     session = command.Session(Options(model=str(folder), device="cpu"))
-    with pytest.raises(InputError, match="has a context of 45 tokens: a search needs at least 46"):
-        measure_costs(session, [[1, 2, 3, 4]], [FULL], [None])
+    said = refusal(measure_costs, session, [[1, 2, 3, 4]], [FULL], [None])
+    assert "has a context of 45 tokens: a search needs at least 46" in said
 
 
 @pytest.mark.parametrize(("context", "windows"), [(20, [None]), (80, [None, 7])])
@@ -364,6 +379,8 @@ def test_a_plan_may_have_a_window_where_prompts_are_long(
     seen = recorded(monkeypatch, command, "optimise", lambda study, _, space, *__: (study, space))
     assert command.main(arguments(folder, "--trials", 3, "--context", context)) == 0
     [(study, space)] = seen
+    monkeypatch.setattr(command, "WINDOWS", (9,))  # begins another study
+    assert command.main(arguments(folder, "--trials", 4, "--context", context)) == 0
     assert space["window"] == windows
     assert ("16-bit attn of 7" in study.user_attrs["costs"]["parts"]) == (7 in windows)
 
