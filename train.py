@@ -105,7 +105,7 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
     matrix's update alike. The deep, narrow models here learn much more from their first tokens with
     it than with AdamW.
     """
-    muon = dict.fromkeys(
+    muon = dict.fromkeys(  # "in" on a list would compare values
         parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1
     )
     rest = [parameter for parameter in model.parameters() if parameter not in muon]

@@ -310,7 +310,7 @@ KINDS = {
     ),
 }
 # every option that has an effect on some kind of draft
-OF_DRAFTS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]
+DRAFT_OPTIONS = [*dict.fromkeys(option for kind in KINDS.values() for option in kind.options)]
 OWN = Kind("a drafter of your own", options=(*LENGTH, "adaptive"), make=class_of_user)
 
 

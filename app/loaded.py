@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 NOTICED = 0.5  # seconds: copies that take less are made without a line
 # Two rates of the same machine, of two cores, in bytes per second: measure both anew, or neither.
-ROUNDED = 3.5e8  # of low-bit copies that are made: 1.2B weights in 2.3 s
-READ = 38e9  # of weights that a plain round reads
+ROUNDING_RATE = 3.5e8  # of low-bit copies that are made: 1.2B weights in 2.3 s
+READ_RATE = 38e9  # of weights that a plain round reads
 
 
 class LoadedModel:
@@ -165,7 +165,7 @@ class LoadedModel:
 
     def rounding_seconds(self, plan: LayerPlan) -> float:
         """Return about the seconds that the low-bit copies of a plan take on a CPU."""
-        return low_bit_bytes(self.config, plan) / ROUNDED
+        return low_bit_bytes(self.config, plan) / ROUNDING_RATE
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how

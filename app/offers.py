@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from app.drafts import Strategy, plan_drafter
-from app.loaded import READ
+from app.loaded import READ_RATE
 from app.plan_file import LONG, DraftPlan, runnable
 from decoding.auto import MOST_DRAFTED, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Drafter, PromptLookup
@@ -28,7 +28,7 @@ PRIOR_WINDOW = 0.8  # acceptance of such a draft before any is observed
 SAME_COSTS = 512  # tokens up to which costs hardly depend on a text's length
 # For costs by bytes: work beside the weights, per round or draft step, in bytes read meanwhile;
 # what a verified row costs in plain rounds of a large model, and beside that in bytes. At the rate
-# ``READ`` the overheads are 0.5 ms a round and 0.05 ms a row.
+# ``READ_RATE`` the overheads are 0.5 ms a round and 0.05 ms a row.
 ROUND_OVERHEAD = 20e6
 ROW = 0.03
 ROW_OVERHEAD = 2e6
@@ -117,7 +117,7 @@ def copies_pay(session: Session, chosen: DraftPlan, tokens: int) -> bool:
     cost = bytes_read(session.config, chosen.plan, itemsize) / full + ROW
     rate = chosen.alpha or PRIOR_RATE
     speedup = max(expected_speedup(rate, k, cost, 1.0) for k in range(1, MOST_DRAFTED + 1))
-    saved = (1 - 1 / speedup) * full / READ  # seconds a token
+    saved = (1 - 1 / speedup) * full / READ_RATE  # seconds a token
     return (session.written + tokens) * saved > session.rounding_seconds(chosen.plan)
 
 

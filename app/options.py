@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from app.common.parsers import DEVICE, DTYPE, MODEL, TEMPERATURE, parser_of
-from app.drafts import KINDS, LONGEST_ADAPTIVE, OF_DRAFTS, OWN, kind_of, kinds_with
+from app.drafts import DRAFT_OPTIONS, KINDS, LONGEST_ADAPTIVE, OWN, kind_of, kinds_with
 from app.plan_file import GAMMA, GAMMA_LOW_BITS, DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.verify import RULES, Rule
@@ -331,7 +331,7 @@ class Options:
                 f"no draft is called {self.draft!r:.80}: give {', '.join(KINDS)} or FILE.py:Class",
                 "draft",
             )
-        for name in OF_DRAFTS:
+        for name in DRAFT_OPTIONS:
             if name not in kind_of(self.draft).options and getattr(self, name) is not None:
                 raise InputError(
                     f"{flag_of(name)} has no effect with --draft {self.draft}: give --draft"
@@ -385,7 +385,7 @@ class Options:
             )
         cleared: dict[str, Any] = {}
         if changes.get("draft", self.draft) != self.draft:
-            cleared |= dict.fromkeys(OF_DRAFTS)
+            cleared |= dict.fromkeys(DRAFT_OPTIONS)
         if any(changes.get(name) is not None for name in GRAMMARS):
             cleared |= dict.fromkeys(GRAMMARS)
         return replace(self, **cleared | dict(changes))

@@ -55,7 +55,7 @@ class DraftPlan:
     alpha: float | None = None
 
 
-OF_DRAFT = [each.name for each in fields(DraftPlan) if each.name != "plan"]  # keys of a file too
+PLAN_KEYS = [each.name for each in fields(DraftPlan) if each.name != "plan"]  # keys of a file too
 
 
 def runnable(model: Decoder, plan: LayerPlan) -> LayerPlan:
@@ -93,7 +93,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
         "attn": plan.skipped_attention,
         "mlp": plan.skipped_mlp,
         "window": plan.window,
-        **{name: getattr(chosen, name) for name in OF_DRAFT},
+        **{name: getattr(chosen, name) for name in PLAN_KEYS},
         "model": fingerprint,
     }
     if plan.has_low_bits:
@@ -134,7 +134,7 @@ def read_plan(path: Path | str, num_layers: int, folder: Path | None = None) -> 
     if not any(attention + mlp):
         raise InputError(f"{path} skips every layer: leave one sublayer at least")
     plan = LayerPlan(attention, mlp, raw.get("head_bits") or FULL, raw.get("window"))
-    return DraftPlan(plan, **{name: raw.get(name) for name in OF_DRAFT})
+    return DraftPlan(plan, **{name: raw.get(name) for name in PLAN_KEYS})
 
 
 def wanted_of(num_layers: int) -> dict[str, tuple[Callable[[Any], bool], str]]:

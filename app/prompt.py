@@ -18,6 +18,9 @@ from model.config import ModelConfig
 from model.errors import InputError, explaining
 from weights.tokenizer import Tokenizer
 
+# options that name a file, and those that are JSON or name a file of it
+FILES = ("plan", "grammar")
+JSON_OPTIONS = ("json_schema", "chat_template_kwargs")
 Messages = Sequence[dict[str, str]]  # {"role": ..., "content": ...}
 # In every Lark grammar, but in no file's name: requests, which may name no file, rely on that.
 LARK_START = r"start\s*:"
@@ -125,32 +128,32 @@ def with_contents(options: Options, read_plan: Callable[[str], object]) -> Optio
     """Return the options with the contents of the files that they name in place of the names: a
     pipe can be read only once. ``read_plan`` reads a plan for the model. Raises InputError.
     """
+    for name in (*FILES, *JSON_OPTIONS):
+        if getattr(options, name) == "":
+            raise InputError(f"{flag_of(name)} is empty: give a file", name)
     read: dict[str, object] = {
         name: read_json_option(options, name)
-        for name in ("json_schema", "chat_template_kwargs")
+        for name in JSON_OPTIONS
         if getattr(options, name) is not None
     }
     if isinstance(options.plan, str):
         read["plan"] = read_plan(options.plan)
-    if options.grammar is not None:
-        _, read["grammar"] = read_grammar(options)
-        if not re.search(LARK_START, read["grammar"]):
+    if options.grammar is not None and not re.search(LARK_START, options.grammar):
+        read["grammar"] = source = read_text(options.grammar)
+        if not re.search(LARK_START, source):
             raise InputError(f"{options.grammar} is no grammar: it has no rule start", "grammar")
     return replace(options, **read) if read else options
 
 
 def read_grammar(options: Options) -> tuple[str, str] | None:
-    """Return the kind and the source of the options' grammar, if any. A schema and a Lark grammar
-    are given themselves or in a file.
-    """
+    """Return the kind and the source of the options' grammar, if any, after ``with_contents``."""
     if options.json_schema is not None:
         return "json_schema", json.dumps(read_json_option(options, "json_schema"))
     if options.regex is not None:
         return "regex", options.regex
     if options.grammar is None:
         return None
-    source = options.grammar
-    return "lark", source if re.search(LARK_START, source) else read_text(source)
+    return "lark", options.grammar
 
 
 def read_json_option(options: Options, name: str) -> dict[str, Any]:
@@ -158,8 +161,6 @@ def read_json_option(options: Options, name: str) -> dict[str, Any]:
     not given. Raises InputError.
     """
     value = {} if getattr(options, name) is None else getattr(options, name)
-    if value == "":
-        raise InputError(f"{flag_of(name)} is empty: give a file, or a JSON object", name)
     if isinstance(value, str) and not value.lstrip().startswith(("{", "[")):
         value = read_text(value)
     with explaining(f"{flag_of(name)} is no JSON", (TypeError, ValueError, RecursionError), name):

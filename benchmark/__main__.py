@@ -99,7 +99,7 @@ OPTIONS: Groups = {
             "choices": [name for name in sections.SECTIONS if name != "context"],
             "nargs": "+",
             "default": (),
-            "help": "sections to measure (default: costs, speed and first-token)",
+            "help": f"sections to measure (default: {', '.join(sections.DEFAULT)})",
         },
         "--context": {
             "type": within(int, 1),

@@ -101,7 +101,9 @@ def compare(
     Raises InputError where the texts are too short to be timed.
     """
     runs = {
-        name: [(each, took if each.seconds is None else each.seconds) for each, took in own]
+        name: [
+            (written, took if written.seconds is None else written.seconds) for written, took in own
+        ]
         for name, own in take_turns(ways, inputs, device).items()
     }
     if any(seconds <= 0 for own in runs.values() for _, seconds in own):
@@ -131,6 +133,7 @@ def row_of(runs: Sequence[Run], plain: Sequence[Run], kinds: Sequence[str]) -> R
         "accepted": statistics.acceptance_rate,
         "a round": statistics.tokens_per_round or None,
         "equal": f"{sum(a == b for a, b in zip(texts, plain_texts, strict=True))}/{len(texts)}",
+        # lists are for the picture and the JSON, not the table
         "kinds": columns,
         "tokens": lengths,
         "rounds": [len(written.rounds) for written, _ in runs],
@@ -261,10 +264,12 @@ def adaptive_section(bench: Bench) -> list[Row]:
     cost of a draft step that is simulated; a verification is taken to cost a plain round.
     """
     first = next(options for options in bench.drafts.values() if options.draft == "exit")
-    ways = {"adaptive exit": {"adaptive": True, "gamma": LONGEST_DRAFT}}
-    ways |= {f"length {length}": {"gamma": length} for length in range(1, LONGEST_DRAFT + 1)}
+    lengths = {
+        "adaptive exit": {"adaptive": True, "gamma": LONGEST_DRAFT},
+        **{f"length {length}": {"gamma": length} for length in range(1, LONGEST_DRAFT + 1)},
+    }
     rows = []
-    for name, given in ways.items():
+    for name, given in lengths.items():
         options = first.merged({"temperature": 0.0, **given})
         samples = [
             bench.session.finish(begin(bench.session, options, each)) for each in bench.cases
@@ -304,13 +309,13 @@ SECTIONS: dict[str, tuple[str, Callable[[Bench], list[Row]]]] = {
         "Texts after long prompts of n tokens, without prefill: speed-up over plain decoding.",
         context_section,
     ),
-    "together": (
-        "Texts written n at a time: tokens per second of all, and the speed-up of drafts.",
-        together_section,
-    ),
     "adaptive": (
         "Simulated speed-up by the cost of a draft step, for each draft length and the adaptive"
         " exit.",
         adaptive_section,
+    ),
+    "together": (
+        "Texts written n at a time: tokens per second of all, and the speed-up of drafts.",
+        together_section,
     ),
 }

@@ -51,6 +51,8 @@ class Steps:
 
         Every model asks this before it writes: so a call that is refused has changed nothing.
         """
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens are [batch, T], found {list(tokens.shape)}")
         entries = cache.keys[0]
         found = (len(entries), len(cache.keys), entries.shape[1], entries.shape[3], entries.dtype)
         wanted = (

@@ -187,7 +187,8 @@ def run(options: argparse.Namespace) -> int:
     # 4. The best plans decode, and the fastest is written.
     if found := predictions_of(study):
         plans = plans_to_confirm(options, session, study, predict, out)
-        results = confirm(session, held_out, {plan: predict(plan) for plan in plans})
+        predictions = {plan: found.get(plan) or predict(plan) for plan in plans}
+        results = confirm(session, held_out, predictions)
         Console(width=None if sys.stdout.isatty() else 120).print(result_table(results))
         write_result(out, results[0], settings, study.study_name, options.model)
         if options.plots is not None:
@@ -308,7 +309,8 @@ def plans_to_confirm(
     replaces it.
     """
     found = predictions_of(study)
-    plans = [*islice(found, CONFIRMED)]
+    # a plan file cannot skip every layer
+    plans = [*islice((plan for plan in found if any(plan.attention + plan.mlp)), CONFIRMED)]
     if 0 in options.bits:
         exits = early_exits(session.model.num_layers)
         plans += sorted(exits, key=lambda plan: -(found.get(plan) or predict(plan)).speedup)[:1]

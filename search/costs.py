@@ -208,7 +208,7 @@ def kept_costs(
     )
     with suppress(InputError, TypeError):  # absent or damaged
         kept = CostModel(**read_json(path))
-        if kept.parts and kept.verify:
+        if kept.parts and len(kept.verify) == LONGEST_DRAFT + 1:
             return kept
     found = measure_costs(session, prompts, bits, windows)
     try:

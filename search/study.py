@@ -26,8 +26,8 @@ from model.errors import explaining
 from model.plan import FULL, LOW_BITS, LayerPlan
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
-# Optuna's, of ``prior_weight`` and ``gamma`` below: it has nothing in their place
-warnings.filterwarnings("ignore", category=FutureWarning)
+# of ``prior_weight`` and ``gamma`` below: Optuna has nothing in their place
+warnings.filterwarnings("ignore", category=FutureWarning, module="optuna")
 
 # One density per sublayer, since a search has too few trials for joint (multivariate) densities.
 # Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a small weight.
@@ -218,7 +218,9 @@ def optimise(
         else:
             try:
                 known[plan] = predict(plan)
-            except KeyboardInterrupt:  # the trial fails, and the plan comes first in the next run
+            except (
+                KeyboardInterrupt
+            ):  # the trial fails, and the plan waits behind those in the queue
                 study.enqueue_trial(trial.params)
                 raise
         trial.set_user_attr("prediction", list(known[plan]))

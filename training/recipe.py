@@ -64,14 +64,12 @@ def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int)
 
     The rotational curriculum turns on every R-th exit, with R the ``rotation``, and shifts them by
     one each step. The gradual one turns on one exit after another, from the last to the first, all
-    by half of the ``steps``. Raises KeyError for another curriculum.
+    by half of the ``steps``.
     """
     exits = np.arange(layers - 1)
-    on = {
-        "rotational": (exits - step) % rotation == 0,
-        "gradual": step >= (layers - exits) * steps / (2 * layers),
-    }
-    return on[curriculum]
+    if curriculum == "gradual":
+        return step >= (layers - exits) * steps / (2 * layers)
+    return (exits - step) % rotation == 0
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:

@@ -66,7 +66,7 @@ NEUTRAL = {
 OF_A_CALL = {*names_of("call")}
 # An option in the errors of the command line: --exit-layer, --no-chat, or top-p as the first word
 DASHED = "|".join(each.name.replace("_", "-") for each in fields(Options))
-FLAG = re.compile(rf"(?:--|^)((?:no-)?(?:{DASHED}))(?![\w-])")
+OPTION_IN_ERRORS = re.compile(rf"(?:--|^)((?:no-)?(?:{DASHED}))(?![\w-])")
 # Lengths are in characters. Stop strings are searched for after each token. Thousands of Lark rules
 # that each name the next overflow the stack of llguidance, which ends the process.
 Strings = Annotated[
@@ -75,7 +75,7 @@ Strings = Annotated[
     Field(max_length=256),
 ]
 Regex = Annotated[str, StringConstraints(max_length=1 << 16)]
-MOST_DRAFTED = 32  # tokens per draft that a request may ask for
+MOST_GAMMA_ASKED = 32  # tokens per draft that a request may ask for
 Likeliest = Annotated[int, Field(ge=0, le=20)] | None
 
 
@@ -217,7 +217,7 @@ class TextBody(Body):
     stop: Strings = None
     ban: Strings = None
     draft: Literal[tuple(KINDS)] | None = None
-    gamma: Annotated[int, Field(ge=0, le=MOST_DRAFTED)] | None = None
+    gamma: Annotated[int, Field(ge=0, le=MOST_GAMMA_ASKED)] | None = None
     structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(structured)] = Field(
         None, validation_alias=AliasChoices("structured_outputs", "response_format")
     )
@@ -293,12 +293,12 @@ def complaint(error: InputError | ValidationError) -> tuple[str, str | None]:
     words may be quoted from the request, and stay.
     """
     if isinstance(error, InputError):
-        return FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error)), error.field
+        return OPTION_IN_ERRORS.sub(lambda flag: flag[1].replace("-", "_"), str(error)), error.field
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     told = (
         "it is not supported, or another field says the same: leave it out"
         if first["type"] == "extra_forbidden"
-        else first["msg"]
+        else first["msg"].removeprefix("Value error, ")
     )
     return f"{one_line(field)[:80] if field else 'the body'}: {told}", field or None

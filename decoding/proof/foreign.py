@@ -103,7 +103,7 @@ class Comparison:
         if self.error >= 1:
             raise Refused(
                 f"the laws may differ by {self.error:.2g} by chance: they are samples of too many"
-                " results, so give more --paths, or shorten the texts"
+                " results, so allow more paths (--paths), or shorten the texts"
             )
         return self.distance <= bound + self.error
 
@@ -126,11 +126,15 @@ class Comparison:
 
 
 def assert_lossless(
-    plain: Callable[[], object], speculative: Callable[[], object], bound: float = 1e-6
+    plain: Callable[[], object],
+    speculative: Callable[[], object],
+    bound: float = 1e-6,
+    paths: int = PATHS,
 ) -> None:
-    """Assert that two functions have the same law, up to a total variation of ``bound``. Raises
-    ProofError, an AssertionError, where they have not, and Refused where that cannot be told.
+    """Assert that two functions have the same law, up to a total variation of ``bound``; of more
+    ``paths`` each is sampled. Raises ProofError, an AssertionError, where they have not, and
+    Refused where that cannot be told.
     """
-    found = Comparison(law_of(plain), law_of(speculative))
+    found = Comparison(law_of(plain, paths), law_of(speculative, paths))
     if not found.is_within(bound):
         raise ProofError(f"{found}\n{found.worst()}")

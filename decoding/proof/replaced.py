@@ -93,7 +93,12 @@ class FollowedTorch(TorchFunctionMode):
         plain = name if name == "__float__" else name.strip("_")
         found = follow(self.walk, plain, function, given, named)
         is_in_place = name.endswith("_") and not name.endswith("__")
-        is_unseen = is_in_place and (not isinstance(found, Noise) or isinstance(given[0], Noise))
+        is_unseen = is_in_place and not (
+            isinstance(found, Noise)
+            and not isinstance(given[0], Noise)
+            and given[0].is_floating_point()  # torch refuses others, and another shape
+            and given[0].shape == found.shape
+        )
         if found is NotImplemented or is_unseen or named.get("out") is not None:
             raise Refused(f"{name} of {kind}, a random number, cannot be enumerated")
         return as_noise(**vars(found), data=given[0]) if is_in_place else found

@@ -27,7 +27,7 @@ class PreparedDecoder(Steps):
         self.model = model
 
     def __getattr__(self, name: str) -> Any:
-        # copy and pickle ask before there is a model
+        # copy asks before there is a model
         return getattr(vars(self).get("model"), name)
 
 
@@ -35,7 +35,7 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
     """Return a model of the same weights whose steps are fast on its device.
 
     Where there are no faster steps, the model itself is returned, unchanged; a line on stderr says
-    so where the step cannot be compiled or loaded. Elsewhere the model that is passed is rewired
+    so where the step cannot be compiled or loaded. Otherwise the model that is passed is rewired
     too:
 
     - on a CPU its ``attend``, which prompts use;
@@ -43,7 +43,8 @@ def accelerate(model: Decoder) -> Decoder | PreparedDecoder:
       if it is in bfloat16;
     - on a GPU its ``planned`` blocks.
 
-    Raises ValueError for a model that is split over processes.
+    A model that is cast, or gets other parameters, is to be accelerated again. Raises ValueError
+    for a model that is split over processes.
     """
     if not isinstance(model.embed_tokens, nn.Embedding):
         raise ValueError(

@@ -140,7 +140,7 @@ class FastDecoder(PreparedDecoder):
                 CText(entries=each.data_ptr(), rows=rows, start=start, head_bytes=head_bytes)
                 for each in self.addresses[cache]
             ]
-        logits = torch.empty(len(ids), self.vocab_size)
+        logits = torch.empty(len(ids), self.vocab_size, dtype=torch.float32, device="cpu")
         call("step", weights.model, (CText * len(texts))(*texts), len(texts), ids.long(), logits)
         by_call = zip(logits.split([tokens.numel() for tokens, _, _ in calls]), calls, strict=True)
         return [each.view(*tokens.shape, self.vocab_size) for each, (tokens, _, _) in by_call]
@@ -162,7 +162,8 @@ def addresses_of(cache: KVCache) -> Tensor:
                 for keys, values in zip(cache.keys, cache.values, strict=True)
             ]
             for text in range(len(cache.keys[0]))
-        ]
+        ],
+        device="cpu",
     )
 
 
@@ -194,7 +195,6 @@ class Weights:
                 for block, attention, mlp, rope, window in parts
             )
         )
-        self.owned.append(layers)
         self.model = CModel(
             layers=layers,
             embedding=self.address(model.embed_tokens.weight.contiguous()),
@@ -300,7 +300,7 @@ def attention_config(
     )
 
 
-@lru_cache(maxsize=2)  # a model has up to two ropes, and its plans share them
+@lru_cache(maxsize=4)  # of up to two ropes, for two sizes of caches; plans share them
 def angle_table(rope: Rope, size: int, positions: int) -> list[Tensor]:
     """Return cosine and sine ``[positions, size / 2]``, float32."""
     tables = rotary_table(rope, size, positions, torch.float32, torch.device("cpu"))
@@ -348,9 +348,9 @@ def attend_by_step(
     ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
 
     The step writes by address, which autograd does not see: tensors that require gradients are
-    attended to by ``attend_causally`` itself.
+    attended to by ``attend_causally`` itself, as are those of a model that was cast since.
     """
-    if any(each.requires_grad for each in (q, k, v)):
+    if k.dtype not in KINDS or any(each.requires_grad for each in (q, k, v)):
         return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap, newest=newest)
     batch, heads, count, size = q.shape
     if k.stride() != v.stride() or k.stride()[2:] != (size, 1):

@@ -60,9 +60,8 @@ class StaticCache:
             return
         self.steps.clear()
         capacity = static_capacity(end)
-        self.entries.capacity = (
-            0  # if memory runs out midway, lengths differ: the next call mends it
-        )
+        self.entries.capacity = 0
+        # If memory runs out midway, lengths differ, and the next call mends it.
         for tensors in (self.entries.keys, self.entries.values):
             for layer, tensor in enumerate(tensors):
                 more = capacity - tensor.shape[2]
@@ -330,8 +329,8 @@ class StaticDecoder(PreparedDecoder):
         self.abilities = self.abilities._replace(why_rows_vary=Steps.abilities.why_rows_vary)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
-        """Return a static step of a plan that has passed ``_check``. It runs on the first positions
-        of the cache, which are restored.
+        """Return the static step of a plan, after ``_check`` has passed it. It runs on the first
+        positions of the cache, which are restored.
         """
         kept = self.model.new_cache(3 * ROWS)
         kept.copy_from(cache, 3 * ROWS)
@@ -345,7 +344,8 @@ class StaticDecoder(PreparedDecoder):
         return step
 
     def _check(self, step: StaticStep) -> None:
-        """Compare a step's logits with the readable blocks', and a row's with those of it alone.
+        """Compare a step's logits with the readable blocks', and a row's with those of it alone:
+        ``abilities`` note where the latter differ.
 
         Raises RuntimeError where they differ from the readable blocks' by more than rounding.
         """

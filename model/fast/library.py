@@ -42,7 +42,8 @@ TYPES = {
     "int64_t": ctypes.c_int64,
     "long": ctypes.c_long,
 }
-# such as "*const *entries" or "qkv[3]", but no array of addresses
+# a name, and whether it is an address or an array, such as "*const *entries" or "qkv[3]"; arrays of
+# addresses are not read
 NAME = r"(?:(\*)(?:const \*)?(?!\w+\[))?(\w+)(?:\[(\d+)\])?"
 DECLARATION = re.compile(rf"\s*(?:const )?(?P<type>\w+) (?P<names>{NAME}(?:,\s*{NAME})*)")
 EXPORTED = re.compile(
@@ -66,25 +67,15 @@ def declared(declaration: str) -> list[tuple[str, type]]:
     ]
 
 
-def exported(code: str) -> dict[str, list[type]]:
-    """Return the types of the parameters of the functions that C exports, by name. Raises
-    ValueError for results other than none or an int, which a call would misread.
-    """
-    functions = {}
-    for result, name, parameters in EXPORTED.findall(code):
-        if result.strip() not in ("void", "int"):
-            raise ValueError(f"{STEP.name}: {name} must return void or int, not {result.strip()}")
-        functions[name] = [declared(each)[0][1] for each in parameters.split(",")]
-    return functions
-
-
 @functools.cache
 def structure(name: str) -> type[ctypes.Structure]:
     """Return a structure of the step, with the fields that its C declares. Raises ValueError for a
     name that it does not declare.
     """
-    [body] = re.findall(rf"typedef struct \{{([^}}]*)\}} {name};", CODE)
-    fields = [field for each in body.split(";")[:-1] for field in declared(each)]
+    found = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", CODE)
+    if not found:
+        raise ValueError(f"{STEP.name} declares no structure {name}")
+    fields = [field for each in found[1].split(";")[:-1] for field in declared(each)]
     # without a place for other names, a misspelt one is refused
     return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
 
@@ -109,12 +100,18 @@ def machine_flags() -> list[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the compiled step, whose functions refuse arguments that their C does not declare.
-    Raises InputError where it cannot be compiled or loaded.
+    """Return the compiled step, whose functions with parameters refuse arguments that their C does
+    not declare.
+
+    Raises InputError where it cannot be compiled or loaded, and ValueError for a function whose
+    result is other than none or an int, which a call would misread.
     """
     step = load()
-    for function, types in exported(CODE).items():
-        getattr(step, function).argtypes = types
+    for result, name, parameters in EXPORTED.findall(CODE):
+        if result.strip() not in ("void", "int"):
+            raise ValueError(f"{STEP.name}: {name} must return void or int, not {result.strip()}")
+        types = [declared(each)[0][1] for each in parameters.split(",")]
+        getattr(step, name).argtypes = types
     return step
 
 

@@ -1,9 +1,9 @@
-/* Threads and memory of a step. The caller and its helpers claim pieces of a task by an atomic
- * counter.
+/* Threads of the library's calls, and memory of a step. The caller and its helpers claim pieces of
+ * a task by an atomic counter.
  *
  * Beside another program a helper may lose its core for milliseconds. The caller waits for pieces
  * that a helper has claimed, never for one that has not begun; and once it has waited for long, it
- * does some steps by itself. So two threads beside a busy program lose little against one alone.
+ * does some calls by itself. So two threads beside a busy program lose little against one alone.
  * Who does a piece does not change its bits.
  *
  * A helper never works on the wrong task. ``run`` sets the task before ``unclaimed``, and ends when
@@ -24,22 +24,22 @@ enum { /* a look reads one of the counters below, once */
     AWAKE = 2000,    /* looks for work before a thread yields its core between two looks */
     STALLED = 2400,  /* looks after which the caller counts as held up by a helper */
     PATIENCE = 6000, /* looks before a helper sleeps */
-    ALONE = 8,       /* steps that the caller then does by itself */
+    ALONE = 8,       /* calls that the caller then does by itself */
 };
 enum { SHARE = 1 << 13 }; /* cost of the pieces that are claimed at a time, at least */
 
 static struct {
     _Alignas(64) atomic_long unclaimed; /* pieces of the task; 0 or less if there is none */
     _Alignas(64) atomic_long done;      /* pieces that helpers have done */
-    _Alignas(64) atomic_long helpers;   /* that take part in this step */
+    _Alignas(64) atomic_long helpers;   /* that take part in this call */
     atomic_long share;                  /* pieces of a claim, at least */
     Task *task; /* this and the next two stay until all claimed pieces are done */
     void *argument;
     long pieces;
     long started;         /* helpers asked for so far; one that did not start is not tried again */
-    long steps;           /* that have begun on several threads */
-    long alone;           /* steps that the caller is still to do by itself */
-    pthread_mutex_t lock; /* of helpers that sleep until a step has begun */
+    long calls;           /* of the library, so far, on several threads */
+    long alone;           /* calls that the caller is still to do by itself */
+    pthread_mutex_t lock; /* of helpers that sleep until a call has begun */
     pthread_cond_t begun;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER};
 
@@ -58,8 +58,8 @@ static long work(void) {
     return done;
 }
 
-/* Life of a helper: work while there is some, then sleep until the next step. Helpers are numbered
- * from 0; those from pool.helpers on take no part in this step. */
+/* Life of a helper: work while there is some, then sleep until the next call. Helpers are numbered
+ * from 0; those from pool.helpers on take no part in this call. */
 static void *help(void *number) {
     for (long seen = 0;;) {
         for (long looks = 0; looks < PATIENCE; looks++) {
@@ -72,15 +72,15 @@ static void *help(void *number) {
             }
         }
         pthread_mutex_lock(&pool.lock);
-        while (pool.steps == seen)
+        while (pool.calls == seen)
             pthread_cond_wait(&pool.begun, &pool.lock);
-        seen = pool.steps;
+        seen = pool.calls;
         pthread_mutex_unlock(&pool.lock);
     }
     return NULL;
 }
 
-/* Wake or start helpers, for a step on so many threads. */
+/* Wake or start helpers, for a call on so many threads. */
 void use_threads(long threads) {
     pool.helpers = 0;
     if (threads == 1)
@@ -91,7 +91,7 @@ void use_threads(long threads) {
     }
     pthread_mutex_lock(&pool.lock);
     pool.helpers = threads - 1;
-    pool.steps++;
+    pool.calls++;
     pthread_cond_broadcast(&pool.begun);
     pthread_mutex_unlock(&pool.lock);
     for (pthread_t thread; pool.started < threads - 1; pool.started++)

@@ -223,7 +223,7 @@ def test_auto_makes_copies_that_its_tokens_earn_and_other_drafts_make_theirs_alw
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``written``: tokens before. Under the ratio rule another draft would be another text."""
-    monkeypatch.setattr(loaded, "ROUNDED", rate * loaded.ROUNDED)
+    monkeypatch.setattr(loaded, "ROUNDING_RATE", rate * loaded.ROUNDING_RATE)
     session = load("tiny-llama", seed=1)
     session.written = written
     found(session, **options)
@@ -242,7 +242,7 @@ def test_the_seconds_that_copies_take_are_said_before_they_are_made(
     """Once: a window changes no copies."""
     session = load("tiny-llama", max_new_tokens=4)
     said = recorded(monkeypatch, type(session.model), "prepare", lambda *_: capsys.readouterr().err)
-    monkeypatch.setattr(loaded, "ROUNDED", 1000.0)
+    monkeypatch.setattr(loaded, "ROUNDING_RATE", 1000.0)
     for window in (None, 8):
         session.write(PROMPT, draft="lowbit", window=window)
     assert "rounding weights for drafts takes about" in said[0] and not any(said[1:])

@@ -144,7 +144,7 @@ def test_another_draft_comes_without_the_options_of_the_known_one() -> None:
         ({"chat_template_kwargs": {"bos_token": "x"}}, "variable 'bos_token' is set already"),
         ({"draft": "absent.py:Drafter"}, "absent.py"),
         ({"draft": "skip", "plan": "absent.json"}, "absent.json"),
-        ({"draft": "skip", "plan": ""}, "cannot be read"),
+        ({"draft": "skip", "plan": ""}, "plan is empty"),
         ({"draft": "skip", "plan": OF_NINE}, "the plan is one of 9 layers, but thinker has 4"),
         ({"draft": "auto", "plan": OF_NINE}, "the plan is one of 9 layers, but thinker has 4"),
         ({"grammar": os.devnull}, "it has no rule start"),

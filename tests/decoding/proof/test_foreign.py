@@ -158,6 +158,8 @@ def test_every_random_function_of_python_and_numpy_is_replaced_or_refused() -> N
         (lambda: (ROWS / torch.empty(2).exponential_()).argmax(-1), "not independent"),
         (lambda: (ROWS / torch.empty(2, 2).exponential_()).argmax(0), "argmax of a race"),
         (lambda: torch.rand(1).mul_(2), "mul_ of u"),
+        (lambda: torch.ones(1).mul_(torch.rand(3)) < 0.5, "mul_ of u"),  # as torch refuses
+        (lambda: torch.ones(3, dtype=torch.long).mul_(torch.rand(3)) < 0.5, "mul_ of u"),
         (lambda: torch.rand(1).lt_(0.5), "lt_ of u"),
         (lambda: LOGITS.add(-torch.empty(3).exponential_().log(), alpha=2), "add of G"),
         (lambda: random.choice([1, 2]), "random.choice"),
@@ -356,7 +358,11 @@ def broken():
         ("users.py:plain users.py:wrong", 1, "total variation 0.15 (3 and 6 paths, enumerated)"),
         ("users.py:plain users.py:wrong", 1, "speculative 1 0.300000 0.450000 0 0.500000"),
         ("users.py:plain users.py:plain", 0, "total variation 0 (3 and 3 paths, enumerated)"),
-        ("users.py:long users.py:long --paths 20", 2, "so give more --paths, or shorten the texts"),
+        (
+            "users.py:long users.py:long --paths 20",
+            2,
+            "so allow more paths (--paths), or shorten the texts",
+        ),
         ("users.py:plain users.py:long --paths 4", 2, "may differ by 1.1 by chance"),
         ("users.py:plain users.py:noisy", 2, "randn cannot be enumerated"),
         ("users.py:plain users.py:broken", 2, "division by zero"),
