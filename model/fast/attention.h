@@ -33,17 +33,20 @@ typedef struct { /* rows of a text that attend together: they read its keys and 
 } Span;
 
 typedef struct { /* attention of all rows of a step, layer by layer */
+    /* set for a step, by take_rows */
     const AttentionConfig *config;
     Span *spans;
     long num_spans, rows, positions;
-    long chunks;        /* chunks of CHUNK positions, and that of the sinks */
-    long sink_chunk;    /* the last one, or -1 if a plan has no window */
-    long layer, window; /* window: positions that a query attends to; 0 for all */
-    const float *q;     /* [rows, heads, head_size], q_stride numbers from row to row */
-    long q_stride;
+    long chunks;     /* chunks of CHUNK positions, and that of the sinks */
+    long sink_chunk; /* the last one, or -1 if a plan has no window */
     char *queries;   /* q, prepared: [key_heads, rows, heads_per_key, head_size] */
     float *partials; /* [key_heads, rows, heads_per_key, chunks, partial_size] */
-    float *out;      /* [rows, heads, head_size] */
+    /* set for a layer, by the caller */
+    long layer, window; /* window: positions that a query attends to; 0 for all */
+    /* set for a layer, by attend_to_entries */
+    const float *q; /* [rows, heads, head_size], q_stride numbers from row to row */
+    long q_stride;
+    float *out; /* [rows, heads, head_size] */
 } Attention;
 
 enum { CHUNK = 512 };        /* positions of scores and weights: [queries, CHUNK] */
@@ -116,8 +119,7 @@ static Range visible_to(const Attention *a, long position, long chunk) {
 
 enum { MAX_ROWS = 64, MAX_PARTIALS = 1 << 22, MAX_QUERIES = 24 }; /* of a step; queries of a span */
 
-/* Begin the attention of a step: of the next rows of texts, after those that are done. The caller
- * sets the layer and its window; attend_to_entries sets what a layer reads and writes. */
+/* Begin the attention of a step: of the next rows of texts, after those that are done. */
 static Attention take_rows(const AttentionConfig *c, const Text *texts, long count, long done) {
     static Memory spans, queries, partials;
     Attention a = {.config = c, .spans = grow(&spans, MAX_ROWS * sizeof(Span)), .sink_chunk = -1};
@@ -304,7 +306,7 @@ INLINE void score(long kind, int queries, Ints (*turned)[2], long words, const c
                 if (kind == F32) {
                     *sum = multiply_add((Floats)keys, broadcast(AT(float, numbers)), *sum);
                 } else if (HAS_PAIRS) {
-                    *sum = multiply_add_bf16(*sum, keys, AT(int32_t, numbers) - (Ints){0});
+                    *sum = multiply_add_bf16(*sum, keys, broadcast_ints(AT(int32_t, numbers)));
                 } else { /* even columns come before the odd ones: see round_to_bf16 */
                     Floats even = (Floats)(keys << 16), odd = (Floats)(keys & (int32_t)0xFFFF0000);
                     numbers += word / LANES * 4 * LANES;
@@ -383,7 +385,7 @@ INLINE void add_two(long kind, int queries, const char *value, const char *next,
         Ints odd = (Ints)((Uints)a >> 16) | (b & (int32_t)0xFFFF0000);
 #pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
-            Ints pair = AT(int32_t, weights + query * WEIGHTS) - (Ints){0};
+            Ints pair = broadcast_ints(AT(int32_t, weights + query * WEIGHTS));
             sums[query][0] = multiply_add_bf16(sums[query][0], even, pair);
             sums[query][1] = multiply_add_bf16(sums[query][1], odd, pair);
         }

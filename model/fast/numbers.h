@@ -125,6 +125,7 @@ INLINE void compute_now(Ints *sum) {
 INLINE long min(long a, long b) { return a < b ? a : b; }
 INLINE long max(long a, long b) { return a > b ? a : b; }
 INLINE Floats broadcast(float number) { return number - (Floats){0}; }
+INLINE Ints broadcast_ints(int32_t number) { return number - (Ints){0}; }
 INLINE Floats blend(Ints where, Floats a, Floats b) {
     return (Floats)((where & (Ints)a) | (~where & (Ints)b));
 }

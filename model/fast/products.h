@@ -228,8 +228,8 @@ INLINE void add_codes(int inputs, int at_once, const char *codes, const InputGro
 #pragma GCC unroll 4
         for (int n = 0; n < inputs; n++) {
             const int8_t *of_x = x[n * x_stride].codes + 4 * v;
-            Ints first = AT(const int32_t, of_x) - (Ints){0};
-            Ints second = AT(const int32_t, of_x + 16) - (Ints){0};
+            Ints first = broadcast_ints(AT(const int32_t, of_x));
+            Ints second = broadcast_ints(AT(const int32_t, of_x + 16));
 #pragma GCC unroll 4
             for (int reg = 0; reg < at_once; reg++) {
                 Ints packed = AT(const Ints, codes + 64 * v + 4 * WIDTH * reg);
