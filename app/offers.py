@@ -107,7 +107,7 @@ def plans_at_hand(session: Session, sample: Sample, is_fixed: bool) -> dict[str,
         if copies.has_low_bits and copies not in session.prepared:
             pays = (
                 not is_fixed
-                or session.makes_copies_at_once
+                or session.copies_at_once
                 or copies_pay(session, chosen, sample.source.remaining)
             )
             if not (pays and model.abilities.low_bits and has_memory_for(model, [*new, copies])):

@@ -61,7 +61,7 @@ class Session(LoadedModel):
         self.sample: Sample | None = None
         self.lock = RLock()
         self.written = 0  # tokens so far
-        self.makes_copies_at_once = False  # for drafts, however little is written
+        self.copies_at_once = False  # for drafts, however little is written
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -296,7 +296,7 @@ class Session(LoadedModel):
 
     def make_copies_at_once(self) -> None:
         """Make copies for drafts from now on, however little is written."""
-        self.makes_copies_at_once = True
+        self.copies_at_once = True
 
     def warm_up(self, ids: Sequence[int]) -> None:
         """Write a few tokens, with the draft and without, before anything is timed, after as much
