@@ -117,15 +117,15 @@ def low_bit_plan(loaded: LoadedModel, options: Options) -> DraftPlan:
 
 
 def given_plan(loaded: LoadedModel, options: Options) -> DraftPlan | None:
-    """Return the plan of --plan, else that of the model's folder, if any. Raises InputError for a
-    file that cannot be read, and for a plan of another model.
+    """Return the plan of --plan, else that of the model's folder, if any.
+
+    ``Session.merged`` has read the file of --plan: the option is a plan by now. Raises InputError
+    for the folder's file where it cannot be read, and for a plan of another model.
     """
     shipped = loaded.folder / "plan.json"
-    chosen = shipped if options.plan is None else options.plan
-    if chosen is shipped and not shipped.exists():
+    if options.plan is None and not shipped.exists():
         return None
-    if not isinstance(chosen, DraftPlan):
-        chosen = loaded.read_plan(chosen)
+    chosen = options.plan or loaded.read_plan(shipped)
     if chosen.plan.num_layers != loaded.config.num_layers:
         raise InputError(
             f"the plan is one of {chosen.plan.num_layers} layers, but {loaded.name} has"
@@ -252,15 +252,17 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
 
 def auto(session: Session, sample: Sample, slot: Slot, target: Model) -> Strategy:
     """Return the strategy that takes the best of several drafts in each round."""
+    # Now: the other kinds of draft work without this file, and without ``decoding.auto``.
     from app.offers import auto_strategy
 
     return auto_strategy(session, sample, slot, target)
 
 
 class Kind(NamedTuple):
-    """Kind of draft: its line in --help, the options that have an effect on it, its maker, the
-    ``plan`` under which the target drafts for itself, if any, and the option that it ``needs``,
-    unless a model's folder has the file.
+    """Kind of draft: its line in --help, the options that have an effect on it, and its maker.
+
+    ``plan`` gives the plan under which the target drafts for itself, if any. ``needs``: the option
+    without which it cannot run, unless the model's folder has that file.
     """
 
     help: str

@@ -20,7 +20,7 @@ from app.common.command_line import say
 from app.common.device import pick_device
 from app.drafts import kind_of, low_bit_plan
 from app.options import CONTEXT, Options
-from app.plan_file import LONGEST_DRAFT, DraftPlan, read_plan
+from app.plan_file import LONGEST_DRAFT, DraftPlan, copies_of, read_plan
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from decoding.grammar import Vocabulary
 
 NOTICED = 0.5  # seconds: copies that take less are made without a line
-# Two rates of the same machine, of two cores, in bytes per second: measure both anew, or neither.
+# In bytes per second. Both were measured on one machine, of two cores; change them together, since
+# ``copies_pay`` compares them.
 ROUNDING_RATE = 3.5e8  # of low-bit copies that are made: 1.2B weights in 2.3 s
 READ_RATE = 38e9  # of weights that a plain round reads
 
@@ -87,18 +88,18 @@ class LoadedModel:
         """Most positions of any text: --context, at most the model's."""
         return min(self.options.context or math.inf, self.config.max_positions)
 
-    def capacity(self, ids: Sequence[int] = ()) -> int:
-        """Return the positions of a cache: for a prompt and its output or, where texts are not
-        known yet, for the context, of at most ``CONTEXT`` unless --context is given.
+    def capacity(self) -> int:
+        """Return the positions of a cache for texts that are not known yet: the context, but at
+        most ``CONTEXT`` unless --context is given.
         """
-        wanted = len(ids) + self.options.max_new_tokens if ids else self.options.context or CONTEXT
-        return min(wanted, self.context)
+        return min(self.options.context or CONTEXT, self.context)
 
     def memory(self, positions: int, prompt: int = 0) -> Memory:
-        """Return the memory that texts of up to ``positions`` tokens take.
+        """Return the memory of the weights, and of one text of up to ``positions`` tokens of which
+        ``prompt`` are read first.
 
-        The low-bit copies of a plan are counted, but not those of ``optional_plans``. Raises
-        InputError for a draft model or a plan that cannot be read.
+        A draft model is counted, and so are low-bit copies, but not those of ``optional_plans``.
+        Raises InputError for a draft model or a plan that cannot be read.
         """
         options = self.options
         chosen = self.plan_for(options)
@@ -118,21 +119,25 @@ class LoadedModel:
         )
 
     def check_memory(self, ids: Sequence[int] = ()) -> str:
-        """Return a line of needed and free memory. Raises InputError with it where that is too
+        """Return a line of needed and free memory, for the text after a prompt. Without ``ids`` the
+        text is not known yet.
+
+        Called before the weights are loaded. Raises InputError with the line where memory is too
         small.
         """
         copies = sum(
             low_bit_bytes(self.local_config, chosen.plan)
             for chosen in self.optional_plans(self.options).values()
         )
-        positions = self.capacity(ids)
+        output = self.options.max_new_tokens
+        positions = min(len(ids) + output, self.context) if ids else self.capacity()
         # Half of a text that is not known yet may be prompt. It is read in chunks.
         prompt = len(ids) or min(positions // 2, PREFILL_CHUNK)
         return check_fits(self.memory(positions, prompt), self.device, optional_copies=copies)
 
     def check_draft_memory(self, folder: Path, positions: int) -> None:
-        """Raise InputError where a draft model with a cache of these positions does not fit beside
-        what is loaded. It shares the workspace.
+        """Raise InputError where a draft model, with a cache of its own, does not fit beside the
+        loaded target. They share the workspace.
         """
         config = config_of_weights(folder, self.dtype)
         memory = estimate(config, self.dtype, positions, self.device, prompt=1, longest_draft=0)
@@ -171,7 +176,7 @@ class LoadedModel:
         """Make the low-bit copies of a plan, before anything is timed. A line says beforehand how
         long that takes, or that it gains nothing. Raises InputError where they do not fit.
         """
-        copies = replace(plan, window=None)  # a window changes none
+        copies = copies_of(plan)
         if copies in self.prepared:
             return
         if copies.has_low_bits and not self.model.abilities.low_bits:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from app.drafts import Strategy, plan_drafter
 from app.loaded import READ_RATE
-from app.plan_file import LONG, DraftPlan, runnable
+from app.plan_file import LONG, DraftPlan, copies_of, runnable
 from decoding.auto import MOST_DRAFTED, PRIOR_RATE, Auto, Costs, Estimates, measured_costs
 from decoding.drafters import Drafter, PromptLookup
 from decoding.model_port import Model
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 WINDOW = 512  # newest tokens that drafts may see instead of all of a long text
 PRIOR_WINDOW = 0.8  # acceptance of such a draft before any is observed
 SAME_COSTS = 512  # tokens up to which costs hardly depend on a text's length
-# For costs by bytes: work beside the weights, per round or draft step, in bytes read meanwhile;
-# what a verified row costs in plain rounds of a large model, and beside that in bytes. At the rate
-# ``READ_RATE`` the overheads are 0.5 ms a round and 0.05 ms a row.
+# Costs by bytes count other work as bytes that could have been read meanwhile: per round or draft
+# step, and per verified row (a share of a plain round, plus bytes). At the rate ``READ_RATE`` the
+# overheads are 0.5 ms a round and 0.05 ms a row.
 ROUND_OVERHEAD = 20e6
 ROW = 0.03
 ROW_OVERHEAD = 2e6
@@ -51,6 +51,11 @@ def auto_strategy(session: Session, sample: Sample, slot: Slot, target: Model) -
     are measured, and short ones draft without low-bit copies. The others begin anew, with the same
     plans and with costs by bytes, so that a seed repeats its text. Costs are measured now: the
     prompt is read, and the text is not timed yet.
+
+    Say a text may get 5000 tokens long, and low bits are at hand: ``in_short`` has "low bits", and
+    ``in_long`` has "low bits, newest" too, with a window. Up to ``LONG`` tokens only the first is
+    offered, then both. Costs are counted for 512 tokens, then for 1024, 2048, 4096 and 8192: those
+    for 1024 hold from 513 tokens on.
     """
     is_fixed = sample.options.draws_alike and session.model.abilities.why_rows_vary is None
     session.offers = session.offers or Offers()
@@ -67,7 +72,7 @@ def auto_strategy(session: Session, sample: Sample, slot: Slot, target: Model) -
         doubled = 1 << (max(SAME_COSTS, length) - 1).bit_length()
         at_hand = in_long if doubled > LONG else in_short
         plans = {name: each.plan for name, each in at_hand.items()}
-        # Another text of the session may have other plans at hand.
+        # The plans too, since another text of the session may have others at hand.
         key = (doubled, *plans.items())
         if key not in offers.costs:
             offers.costs[key] = (
@@ -98,9 +103,13 @@ def plans_at_hand(session: Session, sample: Sample, is_fixed: bool) -> dict[str,
     new: list[LayerPlan] = []  # whose copies are to be made
     for name, chosen in session.optional_plans(sample.options).items():
         plan = runnable(model, chosen.plan)
-        copies = replace(plan, window=None)
+        copies = copies_of(plan)
         if copies.has_low_bits and copies not in session.prepared:
-            pays = not is_fixed or copies_pay(session, chosen, sample.source.remaining)
+            pays = (
+                not is_fixed
+                or session.copies_at_once
+                or copies_pay(session, chosen, sample.source.remaining)
+            )
             if not (pays and model.abilities.low_bits and has_memory_for(model, [*new, copies])):
                 continue
             new.append(copies)

@@ -72,7 +72,7 @@ def option(
     call       for a text: in a call of Python, or in a request
     model      where a model is loaded
     command    nowhere else
-    run        nowhere else, and not to a server or a conversation either
+    run        only on the command line of a single run: refused with --serve and --interactive
     """
     return field(
         default=default,
@@ -258,7 +258,10 @@ class Options:
         scope="model",
     )
     dry_run: bool = option(
-        False, "only print the memory that the run would take", group="output", scope="run"
+        False,
+        "only print the memory that the run would take for one text",
+        group="output",
+        scope="run",
     )
     compare: bool = option(
         False,

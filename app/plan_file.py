@@ -24,7 +24,7 @@ from weights.load import model_fingerprint
 GAMMA = 4  # tokens drafted per round by default
 GAMMA_LOW_BITS = 5  # the same in low bits
 LONGEST_DRAFT = 8  # tokens of the longest draft where neither an option nor a plan gives more
-MOST_GAMMA = 64  # the same that a plan file may give
+MOST_GAMMA = 64  # the largest ``gamma`` of a plan file
 LONG = 2048  # tokens of a text beyond which windows may pay
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
@@ -63,6 +63,14 @@ def runnable(model: Decoder, plan: LayerPlan) -> LayerPlan:
     kernel. There, on a GPU, it would read the checkpoint's own weights.
     """
     return replace(plan, head=4) if plan.head == 8 and model.abilities.low_bits == (4,) else plan
+
+
+def copies_of(plan: LayerPlan) -> LayerPlan:
+    """Return the plan that stands for its low-bit copies: without its window, which changes none.
+
+    Plans with and without a window share their copies.
+    """
+    return replace(plan, window=None)
 
 
 def plan_in_words(plan: LayerPlan) -> str:

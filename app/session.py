@@ -15,7 +15,7 @@ from threading import RLock
 
 from app.common.command_line import say
 from app.common.parsers import MODEL
-from app.drafts import Strategy, strategy_of
+from app.drafts import strategy_of
 from app.loaded import LoadedModel
 from app.options import Options, names_of
 from app.prompt import (
@@ -60,7 +60,8 @@ class Session(LoadedModel):
         self.slot: Slot | None = None
         self.sample: Sample | None = None
         self.lock = RLock()
-        self.written: float = 0  # tokens so far; inf: copies for drafts are made at once
+        self.written = 0  # tokens so far
+        self.copies_at_once = False  # for drafts, however little is written
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -72,6 +73,7 @@ class Session(LoadedModel):
         return pieces(sample, self.rounds(sample))
 
     def _begun(self, prompt: Prompt, options: dict[str, object]) -> Sample:
+        """Return the text of a call, and keep it as ``sample``."""
         merged = self.merged(options)
         self.sample = sample = self.begin(self.encode(prompt, merged), merged)
         return sample
@@ -125,8 +127,8 @@ class Session(LoadedModel):
         """Return a text that holds its prompt only, and ends with the ``context``, by default the
         session's; ``number`` is that of several samples, which have random numbers of their own.
 
-        ``continues``: see ``Sample``. Raises InputError for ids that the model does not have, and
-        for too many.
+        ``options`` come from ``merged``, or from those of the session. ``continues``: see
+        ``Sample``. Raises InputError for ids that the model does not have, and for too many.
         """
         context = context or self.context
         check_ids(ids, self.config, context)
@@ -161,12 +163,19 @@ class Session(LoadedModel):
         texts share steps. Raises InputError.
         """
         text = sample.source
-        called = now(self.device)
+        # ``_finish_together`` may have read the prompt, and timed it: its seconds are counted too.
+        called = now(self.device) - sample.prompt_seconds
         with self.lock:
             slot = slot or self.slot_for(text.longest)
             target = target or self.model
-            strategy = self._prepare(sample, slot, target)
-        sample.wait += now(self.device) - called
+            slot.source = text
+            asked = now(self.device)  # making a cache is not counted
+            slot.read(sample, target)
+            sample.prompt_seconds += now(self.device) - asked
+            strategy = strategy_of(self, sample, slot, target)
+            sample.draft = strategy.name
+            sample.is_plain = strategy.policy.gamma == 0
+        sample.wait = now(self.device) - called
         rounds = speculate(
             target,
             slot.cache,
@@ -178,7 +187,8 @@ class Session(LoadedModel):
             sample.rule.verify,
             observer=observer,
         )
-        # Between two rounds the reader of a stream may take long, or call the session.
+        # The clock runs only within a round: between two, the reader of a stream may take long, or
+        # call the session.
         while text.finish is None:
             began = now(self.device)
             round = self._next(rounds, sample, slot)
@@ -186,21 +196,6 @@ class Session(LoadedModel):
             sample.trouble = self.model.trouble  # a step may have fallen back
             self.written += len(round.emitted)
             yield round
-
-    def _prepare(self, sample: Sample, slot: Slot, target: Model) -> Strategy:
-        """Read the prompt of a text into the slot's cache; returns its draft, for which copies of
-        weights may be made. Raises InputError.
-        """
-        slot.source = sample.source
-        # The cache may hold a part of the prompt: ``_finish_together`` may have read and timed it.
-        # A cache that is made anew is no part of this time.
-        asked = now(self.device)
-        slot.read(sample, target)
-        sample.prompt_seconds += now(self.device) - asked
-        strategy = strategy_of(self, sample, slot, target)
-        sample.draft = strategy.name
-        sample.is_plain = strategy.policy.gamma == 0
-        return strategy
 
     def _next(self, rounds: Iterator[Round], sample: Sample, slot: Slot) -> Round:
         """Return the next round. Raises InputError where the slot has another text by now, and
@@ -251,7 +246,7 @@ class Session(LoadedModel):
             for slot in others:
                 slot.copy_from(first)
             for sample in samples[: len(slots)]:
-                sample.prompt_seconds = sample.wait = now(self.device) - began
+                sample.prompt_seconds = now(self.device) - began
         together = Together(self.model)
         waiting = iter(samples)
         errors: list[InputError] = []
@@ -301,7 +296,7 @@ class Session(LoadedModel):
 
     def make_copies_at_once(self) -> None:
         """Make copies for drafts from now on, however little is written."""
-        self.written = math.inf
+        self.copies_at_once = True
 
     def warm_up(self, ids: Sequence[int]) -> None:
         """Write a few tokens, with the draft and without, before anything is timed, after as much

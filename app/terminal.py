@@ -28,27 +28,26 @@ class Terminal:
 
     def obey(self, line: str) -> None:
         """Run the command of a line that begins with "/". Raises InputError."""
-        command, _, argument = line.partition(" ")
         options = self.chat.options
-        match command:
-            case "/reset":
+        match line.split(maxsplit=1):
+            case ["/reset"]:
                 self.chat = self.session.chat(**options)
-            case "/forget":
+            case ["/forget"]:
                 self.chat.forget()
-            case "/trace":
+            case ["/trace"]:
                 self.shows_trace = not self.shows_trace
-            case "/stats":
+            case ["/stats"]:
                 sample = self.chat.sample
                 say(statistics_line(sample) if sample else "nothing is written yet")
-            case "/draft":
-                chosen = options | {"draft": argument.strip()}
+            case ["/draft", *kind]:
+                chosen = options | {"draft": "".join(kind)}
                 self.session.options.merged(chosen)  # checks it
                 self.chat.options = chosen
                 say(f"draft: {chosen['draft']}")
-            case "/help":
+            case ["/help"]:
                 print(HELP, file=sys.stderr)
             case _:
-                raise InputError(f"unknown command {command}: /help lists the commands")
+                raise InputError(f"unknown command {line!r:.80}: /help lists the commands")
 
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written, or its trace."""

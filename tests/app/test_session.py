@@ -279,6 +279,7 @@ Hello
 Again
 /bogus 3
 /forget
+/reset now
 /reset
 /help"""
 TERMINAL = ["--interactive", "--model", "tiny-llama", "--draft", "lookup", "--max-new-tokens", "8"]
@@ -295,7 +296,8 @@ def test_a_conversation_at_a_terminal(
         "nothing is written yet",
         "[draft: none]",
         "no draft is called 'bogus'",
-        "[unknown command /bogus: /help",
+        "[unknown command '/bogus 3': /help",
+        "[unknown command '/reset now': /help",
         "/draft KIND",
     ):
         assert said.err.count(line) == 1
