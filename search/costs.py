@@ -7,7 +7,7 @@ the difference of two timed plans. Knows nothing of acceptance.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -149,25 +149,24 @@ def measure_costs(
         )
     cut = [list(each)[:room] for each in prompts]
     plans = probes(session.model.num_layers, bits, windows)
-    return costs_from(timed_turns(session, cut, plans, max(map(len, cut)) + longest))
+    return costs_from([*timed_turns(session, cut, plans, max(map(len, cut)) + longest)])
 
 
 def timed_turns(
     session: Session, prompts: Sequence[Sequence[int]], plans: Collection[LayerPlan], positions: int
-) -> list[Turn]:
-    """Return the seconds of all kinds of rounds in each turn, in a cache of these ``positions``."""
+) -> Iterator[Turn]:
+    """Yield the seconds of all kinds of rounds in each turn, in a cache of these ``positions``."""
     slot = session.slot_for(positions)
     for plan in plans:
         session.prepare(plan)
     drafters = {plan: ModelDrafter(session.model, slot.cache, plan) for plan in plans}
-    turns: list[Turn] = []
     for prompt in islice(cycle(prompts), TURNS):
         slot.read(session.begin(prompt), session.model)
         seconds = partial(seconds_of_round, session, slot.cache, prompt)
-        verify = [seconds(Repetition(), length) for length in range(LONGEST_DRAFT + 1)]
-        draft = {plan: seconds(drafter, TIMED_DRAFT) for plan, drafter in drafters.items()}
-        turns.append(Turn(verify, draft))
-    return turns
+        yield Turn(
+            verify=[seconds(Repetition(), length) for length in range(LONGEST_DRAFT + 1)],
+            draft={plan: seconds(drafter, TIMED_DRAFT) for plan, drafter in drafters.items()},
+        )
 
 
 def costs_from(turns: Sequence[Turn]) -> CostModel:
