@@ -166,8 +166,7 @@ def run(options: argparse.Namespace) -> int:
         prepare(study, session, calibration, searched, space)
     costs = CostModel(**study.user_attrs["costs"])
     importance = Importance(*study.user_attrs["importance"])
-
-    known = predictions_of(study)
+    known = predictions_of(study)  # of earlier runs; then of all plans that are asked for
 
     def predict(plan: LayerPlan) -> Prediction:
         if plan not in known:
