@@ -16,8 +16,8 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from search.study import (
     predictions_of,
     space_of,
 )
-from search.texts import Continuation, after_documents, plain_texts, read_prompts, split_texts
+from search.texts import Prompt, after_documents, plain_texts, read_prompts, split_prompts
 from weights.load import model_fingerprint
 
 # Files by whose change a search begins another study: its predictions and costs are made by them
@@ -156,21 +156,23 @@ def run(options: argparse.Namespace) -> int:
     """
     # 1. The settings name the study, and its files.
     session, settings, study = open_search(options)
-    out = options.out or place_of_plan(session, study)
+    out, before = (options.out, None) if options.out else place_of_plan(session, study)
     # 2. The target writes the texts, on which plans are predicted with costs measured once.
-    searched, held_out = split_texts(plain_texts(session, settings["prompts"]))
-    is_long = min(len(text.prompt) for text in searched) >= LONG
+    searched, held_out = split_prompts(session, settings["prompts"])
+    is_long = min(map(len, searched)) >= LONG
     space = space_of(session.model.num_layers, options.bits, WINDOWS if is_long else ())
-    calibration = Calibration(session, searched)
+    calibration = Calibration(session, plain_texts(session, searched))
     if "costs" not in study.user_attrs:
         prepare(study, session, calibration, searched, space)
     costs = CostModel(**study.user_attrs["costs"])
     importance = Importance(*study.user_attrs["importance"])
+    known = predictions_of(study)  # of earlier runs; then of all plans that are asked for
 
-    @cache
     def predict(plan: LayerPlan) -> Prediction:
-        acceptance = calibration.acceptance(plan)
-        return Prediction(*costs.best(acceptance, costs.step(plan)), acceptance)
+        if plan not in known:
+            acceptance = calibration.acceptance(plan)
+            known[plan] = Prediction(*costs.best(acceptance, costs.step(plan)), acceptance)
+        return known[plan]
 
     # 3. Trials predict plans.
     first = first_plans(importance, space)
@@ -186,9 +188,9 @@ def run(options: argparse.Namespace) -> int:
         )
     # 4. The best plans decode, and the fastest is written.
     if found := predictions_of(study):
-        plans = plans_to_confirm(options, session, study, predict, out)
-        predictions = {plan: found.get(plan) or predict(plan) for plan in plans}
-        results = confirm(session, held_out, predictions)
+        exits = early_exits(importance.num_layers) if 0 in options.bits else []
+        plans = plans_to_confirm(found, exits, before, predict)
+        results = confirm(session, held_out, {plan: predict(plan) for plan in plans})
         Console(width=None if sys.stdout.isatty() else 120).print(result_table(results))
         write_result(out, results[0], settings, study.study_name, options.model)
         if options.plots is not None:
@@ -244,16 +246,19 @@ def settings_of(
     }
 
 
-def place_of_plan(session: Session, study: optuna.Study) -> Path:
-    """Return the file for the plan of a study: ``plan.json`` in the model's folder or, where that
-    is of another search or was written by hand, a file beside it.
+def place_of_plan(session: Session, study: optuna.Study) -> tuple[Path, LayerPlan | None]:
+    """Return the file for the plan of a study, and the plan that the study wrote into it before.
+
+    The file is ``plan.json`` in the model's folder or, where that is of another search or was
+    written by hand, a file beside it.
     """
     shipped = session.folder / "plan.json"
-    if not shipped.exists() or plan_before(shipped, session, study):
-        return shipped
+    before = plan_before(shipped, session, study)
+    if before or not shipped.exists():
+        return shipped, before
     beside = session.folder / f"plan-{study.study_name}.json"
     say(f"{shipped} is not of this search and stays: the new plan goes to {beside}")
-    return beside
+    return beside, plan_before(beside, session, study)
 
 
 def plan_before(file: Path, session: Session, study: optuna.Study) -> LayerPlan | None:
@@ -271,7 +276,7 @@ def prepare(
     study: optuna.Study,
     session: Session,
     calibration: Calibration,
-    texts: list[Continuation],
+    prompts: Sequence[Prompt],
     space: Space,
 ) -> None:
     """Store costs and importances of sublayers in a new study.
@@ -279,7 +284,6 @@ def prepare(
     The costs are also in a file of the cache folder, for other journals with the same settings. The
     study has its own, since its trials were predicted with them, whatever becomes of that file.
     """
-    prompts = [text.prompt for text in texts]
     # The head may have every number of bits but 0.
     costs = kept_costs(study.study_name, session, prompts, space[HEAD_KEY], space[WINDOW_KEY])
     study.set_user_attr(
@@ -298,25 +302,18 @@ def announce(importance: Importance, first: int, trials: int) -> None:
 
 
 def plans_to_confirm(
-    options: argparse.Namespace,
-    session: Session,
-    study: optuna.Study,
+    found: Iterable[LayerPlan],
+    exits: Iterable[LayerPlan],
+    before: LayerPlan | None,
     predict: Predict,
-    out: Path,
 ) -> list[LayerPlan]:
-    """Return the plans to decode: the best ones found; the best early exit, if sublayers may be
-    skipped; and without ``--out`` the plan that this search wrote before, so that no slower one
-    replaces it.
+    """Return the plans to decode: the first of those ``found``, the best of these early exits, and
+    the plan that this search wrote ``before``, so that no slower one replaces it.
     """
-    found = predictions_of(study)
     # a plan file cannot skip every layer
     plans = [*islice((plan for plan in found if any(plan.attention + plan.mlp)), CONFIRMED)]
-    if 0 in options.bits:
-        exits = early_exits(session.model.num_layers)
-        plans += sorted(exits, key=lambda plan: -(found.get(plan) or predict(plan)).speedup)[:1]
-    if options.out is None and (before := plan_before(out, session, study)):
-        plans.append(before)
-    return plans
+    plans += sorted(exits, key=lambda plan: -predict(plan).speedup)[:1]
+    return [*plans, before] if before else plans
 
 
 main = script(run, OPTIONS, "python -m search", __doc__)

@@ -22,7 +22,7 @@ from app.session import Session
 from decoding.rounds import Statistics
 from model.plan import LayerPlan
 from search.study import Prediction
-from search.texts import Continuation
+from search.texts import Prompt
 
 TURNS = 3  # in which a held-out prompt is written in each way
 
@@ -37,7 +37,7 @@ class Confirmed(NamedTuple):
 
 
 def confirm(
-    session: Session, held_out: Sequence[Continuation], plans: Mapping[LayerPlan, Prediction]
+    session: Session, held_out: Sequence[Prompt], plans: Mapping[LayerPlan, Prediction]
 ) -> list[Confirmed]:
     """Return the results of these plans on the held-out prompts, the fastest first: all prompts are
     written in turns with plain decoding.
@@ -51,12 +51,12 @@ def confirm(
     }
     seconds = dict.fromkeys(ways, 0.0)
     totals = {plan: Statistics() for plan in ways}
-    for text in track(
+    for prompt in track(
         held_out, "running the best plans on held-out prompts", console=Console(stderr=True)
     ):
         turns = [
             {
-                plan: session.finish(session.begin(text.prompt, session.options.merged(way)))
+                plan: session.finish(session.begin(prompt, session.options.merged(way)))
                 for plan, way in ways.items()
             }
             for _ in range(TURNS)
@@ -106,7 +106,7 @@ def write_result(
         "date": date.today().isoformat(),
         "study": study,
     }
-    draft = DraftPlan(best.plan, predicted.gamma if pays else 0, None, predicted.acceptance)
+    draft = DraftPlan(best.plan, predicted.gamma if pays else 0, alpha=predicted.acceptance)
     write_plan(path, draft, settings["model"], provenance)
     measured = f"{path}: {best.speedup:.2f} times plain decoding"
     if pays:

@@ -7,12 +7,14 @@ the difference of two timed plans. Knows nothing of acceptance.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, cycle, islice, pairwise
+from functools import partial
+from itertools import cycle, islice, pairwise
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 from app.common.command_line import say
 from app.common.files import read_json, write_json
@@ -72,22 +74,18 @@ def parts_of(plan: LayerPlan) -> Counter[str]:
     return Counter([f"{plan.head}-bit head", *attention, *mlp])
 
 
-def probes(
-    layers: int, bits: Collection[int], windows: Collection[int | None]
-) -> dict[LayerPlan, LayerPlan]:
-    """Return the plans by which the parts are measured. Each value is the plan of the head alone in
-    some number of bits; its keys add one kind of part: all MLPs, or all attentions under one of the
-    windows.
+def probes(layers: int, bits: Collection[int], windows: Collection[int | None]) -> list[LayerPlan]:
+    """Return the plans by which the parts are measured. In each number of bits they are the head
+    alone, the head with all MLPs, and the head with all attentions under each of the windows. So
+    the last part of each is new, and the plans before it have the others.
     """
     every = range(layers)
-    others = [
+    plans = [
+        LayerPlan.skipping(layers, every, every),
         LayerPlan.skipping(layers, every, ()),
         *(replace(LayerPlan.skipping(layers, (), every), window=window) for window in windows),
     ]
-    head = LayerPlan.skipping(layers, every, every)
-    return {
-        plan.in_bits(width, width): head.in_bits(width, width) for width in bits for plan in others
-    }
+    return [plan.in_bits(width, width) for width in bits for plan in plans]
 
 
 class Repetition(ModelFreeDrafter):
@@ -101,7 +99,7 @@ def seconds_of_round(
     session: Session, cache: KVCache, prompt: Sequence[int], drafter: Drafter, gamma: int
 ) -> float:
     """Return the median seconds of a round with drafts of ``gamma`` tokens. The cache holds the
-    prompt.
+    prompt, and perhaps a former text behind it, which is overwritten.
     """
     text = Text(prompt, Conditions(ROUNDS * (gamma + 1)), session.model)
     rule = session.options.rule
@@ -122,9 +120,13 @@ def seconds_of_round(
     )
 
 
-# Seconds of a turn's rounds: by the length of the draft that they verify, or by the plan that makes
-# TIMED_DRAFT tokens
-Turn = dict[int | LayerPlan, float]
+class Turn(NamedTuple):
+    """Seconds of a turn's rounds: ``verify[k]`` with a draft of k tokens that costs nothing, and
+    ``draft[plan]`` with a draft of ``TIMED_DRAFT`` tokens under the plan.
+    """
+
+    verify: Sequence[float]
+    draft: Mapping[LayerPlan, float]
 
 
 def measure_costs(
@@ -145,50 +147,44 @@ def measure_costs(
             f"{session.name} has a context of {session.context} tokens: a search needs at least"
             f" {longest + 1}, in which to time drafts"
         )
-    pairs = probes(session.model.num_layers, bits, windows)
     cut = [list(each)[:room] for each in prompts]
-    plans = dict.fromkeys(chain(*pairs.items()))
-    return parts_from(pairs, timed_turns(session, cut, plans, max(map(len, cut)) + longest))
+    plans = probes(session.model.num_layers, bits, windows)
+    return costs_from([*timed_turns(session, cut, plans, max(map(len, cut)) + longest)])
 
 
 def timed_turns(
     session: Session, prompts: Sequence[Sequence[int]], plans: Collection[LayerPlan], positions: int
-) -> list[Turn]:
-    """Return the seconds of all kinds of rounds in each turn, in a cache of these ``positions``."""
+) -> Iterator[Turn]:
+    """Yield the seconds of all kinds of rounds in each turn, in a cache of these ``positions``."""
     slot = session.slot_for(positions)
     for plan in plans:
         session.prepare(plan)
-    ways: dict[int | LayerPlan, tuple[Drafter, int]] = {
-        **{length: (Repetition(), length) for length in range(LONGEST_DRAFT + 1)},
-        **{plan: (ModelDrafter(session.model, slot.cache, plan), TIMED_DRAFT) for plan in plans},
-    }
-    turns: list[Turn] = []
+    drafters = {plan: ModelDrafter(session.model, slot.cache, plan) for plan in plans}
     for prompt in islice(cycle(prompts), TURNS):
         slot.read(session.begin(prompt), session.model)
-        turns.append(
-            {
-                way: seconds_of_round(session, slot.cache, prompt, drafter, length)
-                for way, (drafter, length) in ways.items()
-            }
+        seconds = partial(seconds_of_round, session, slot.cache, prompt)
+        yield Turn(
+            verify=[seconds(Repetition(), length) for length in range(LONGEST_DRAFT + 1)],
+            draft={plan: seconds(drafter, TIMED_DRAFT) for plan, drafter in drafters.items()},
         )
-    return turns
 
 
-def parts_from(pairs: Mapping[LayerPlan, LayerPlan], turns: Sequence[Turn]) -> CostModel:
-    """Return the costs that follow from the turns, for the plans of ``probes``: in each turn
-    relative to its plain round, the one that verifies no draft.
+def costs_from(turns: Sequence[Turn]) -> CostModel:
+    """Return the costs that follow from turns with the plans of ``probes``: in each turn relative
+    to its plain round, the one that verifies no draft.
     """
-    rounds = {way: median(turn[way] / turn[0] for turn in turns) for way in turns[0]}
-    steps = {
-        plan: max(0.0, rounds[plan] - rounds[TIMED_DRAFT]) / TIMED_DRAFT
-        for plan in chain(*pairs.items())
-    }
+    verify = [
+        median(turn.verify[length] / turn.verify[0] for turn in turns)
+        for length in range(LONGEST_DRAFT + 1)
+    ]
     parts: dict[str, float] = {}
-    for plan, head in pairs.items():
-        [head_part] = parts_of(head)
-        [(part, count)] = (parts_of(plan) - parts_of(head)).items()
-        parts |= {head_part: steps[head], part: max(0.0, steps[plan] - steps[head]) / count}
-    return CostModel(parts, [rounds[length] for length in range(LONGEST_DRAFT + 1)])
+    for plan in turns[0].draft:
+        cost = median(turn.draft[plan] / turn.verify[0] for turn in turns)
+        step = max(0.0, cost - verify[TIMED_DRAFT]) / TIMED_DRAFT
+        *known, (part, count) = parts_of(plan).items()
+        rest = step - sum(times * parts[name] for name, times in known)
+        parts[part] = max(0.0, rest) / count
+    return CostModel(parts, verify)
 
 
 def kept_costs(

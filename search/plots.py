@@ -65,7 +65,13 @@ def front(predictions: Mapping[LayerPlan, Prediction], costs: CostModel) -> Figu
         label="plan tried",
     )
     axes.scatter(
-        steps[:1], rates[:1], s=150, marker="*", color=RED, edgecolors="white", label="best"
+        steps[:1],
+        rates[:1],
+        s=150,
+        marker="*",
+        color=RED,
+        edgecolors="white",
+        label="best expected",
     )
     figure.colorbar(
         dots, ax=axes, label="mean bits of a sublayer", ticks=[0, *LOW_BITS, FULL], pad=0.02

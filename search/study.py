@@ -155,28 +155,33 @@ def thinned_plans(importance: Importance) -> list[LayerPlan]:
     full = parameters(LayerPlan.full(importance.num_layers))
     shares = [*importance.attention, *importance.mlp]
     order = [name for _, name in sorted(zip(shares, sublayers(importance.num_layers), strict=True))]
-    skipped = [dict.fromkeys(order[:count], 0) for count in range(1, len(order) + 1)]
-    return [plan_of(full | each) for each in skipped]
+    return [plan_of(full | dict.fromkeys(order[:count], 0)) for count in range(1, len(order) + 1)]
 
 
 def first_plans(importance: Importance, space: Space) -> list[LayerPlan]:
     """Return the plans of the space to try first, one of each kind in turn: early exits, plans
     without the least important sublayers, all sublayers in each number of bits and under each
     window, and the first two kinds in the fewest bits.
+
+    So they begin with the exit after layer 1, a tenth of the sublayers left out, all sublayers in 4
+    bits, the same exit in 4 bits, the same tenth left out in 4 bits, and the exit after layer 2.
     """
     low = [bits for bits in LOW_BITS if bits in space[HEAD_KEY]]
-    fewest, head = (min(low), max(low)) if low else (FULL, FULL)
-    exits = early_exits(importance.num_layers)
-    by_count = thinned_plans(importance)
-    thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
+    # Sublayers' and head's bits, the fewest first: [(4, 8), (8, 8), (16, 16)]
+    widths = [*((bits, max(low)) for bits in low), (FULL, FULL)]
     full = LayerPlan.full(importance.num_layers)
+    by_count = thinned_plans(importance)
+    exits = early_exits(importance.num_layers)
+    thinned = [by_count[max(0, round(share * len(by_count)) - 1)] for share in THINNED]
     whole = [
-        replace(plan, window=window)
+        replace(full.in_bits(*width), window=window)
         for window in space[WINDOW_KEY]
-        for plan in (*(full.in_bits(bits, head) for bits in low), full)
+        for width in widths
     ]
-    in_fewest = ([plan.in_bits(fewest, head) for plan in plans] for plans in (exits, thinned))
-    in_turn = chain(*zip_longest(exits, thinned, whole, *in_fewest))
+    small_exits, small_thinned = (
+        [plan.in_bits(*widths[0]) for plan in plans] for plans in (exits, thinned)
+    )
+    in_turn = chain(*zip_longest(exits, thinned, whole, small_exits, small_thinned))
     return [
         plan
         for plan in dict.fromkeys(filter(None, in_turn))
@@ -185,12 +190,12 @@ def first_plans(importance: Importance, space: Space) -> list[LayerPlan]:
 
 
 def neighbour_of(params: dict[str, Any], space: Space, seed: int) -> dict[str, Any]:
-    """Return the parameters of a random neighbour of a plan, which has other bits in one place."""
+    """Return the parameters of a random neighbour of a plan, which differs in one of them."""
     others = [
-        {name: bits}
+        {name: choice}
         for name, choices in space.items()
-        for bits in choices
-        if name != WINDOW_KEY and bits != params[name]
+        for choice in choices
+        if choice != params[name]
     ]
     return params | random.Random(seed).choice(others)
 
@@ -201,10 +206,10 @@ def optimise(
     """Run trials until the study has ``trials`` finished ones: of the plans ``first``, and then of
     those that the sampler proposes.
 
-    A plan that was tried before keeps its value and is not predicted again. A random neighbour of
-    it comes next. Ctrl-C loses no plan.
+    After a plan that the study tried before comes a random neighbour of it. Such a plan keeps its
+    value: ``predict`` remembers. Ctrl-C loses no plan.
     """
-    known = predictions_of(study)
+    tried = {*predictions_of(study)}
     for plan in first:
         study.enqueue_trial(parameters(plan), skip_if_exists=True)
 
@@ -212,19 +217,18 @@ def optimise(
         for name, choices in space.items():
             trial.suggest_categorical(name, choices)
         plan = plan_of(trial.params)
-        if plan in known:
+        if plan in tried:
             neighbour = neighbour_of(trial.params, space, trial.number)
             study.enqueue_trial(neighbour, skip_if_exists=True)
-        else:
-            try:
-                known[plan] = predict(plan)
-            except (
-                KeyboardInterrupt
-            ):  # the trial fails, and the plan waits behind those in the queue
-                study.enqueue_trial(trial.params)
-                raise
-        trial.set_user_attr("prediction", list(known[plan]))
-        return known[plan].speedup
+        try:
+            prediction = predict(plan)
+        except KeyboardInterrupt:
+            # The trial fails, and the plan waits behind those in the queue.
+            study.enqueue_trial(trial.params)
+            raise
+        tried.add(plan)
+        trial.set_user_attr("prediction", list(prediction))
+        return prediction.speedup
 
     study.optimize(
         speedup,

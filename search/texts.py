@@ -1,5 +1,5 @@
-"""Texts of a search: prompts, their continuations by the target itself, and the parts that these
-are split into.
+"""Texts of a search: prompts, the parts that these are split into, and continuations by the target
+itself.
 
 The built-in prompts have several kinds of task, since the speed of drafts depends on it. Knows
 nothing of plans.
@@ -20,15 +20,17 @@ PROMPTS: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("prompts.json").read_text(encoding="utf-8")
 )
 DOCUMENTS = Path(__file__).parents[1] / "docs"
-PARTS = 3  # of the texts: two to search on, one held out to decode
+PARTS = 3  # of the prompts: two to search on, one held out to decode
 LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
+
+Prompt = tuple[int, ...]  # its tokens
 
 
 @dataclass(frozen=True)
 class Continuation:
     """A prompt and the tokens that the target wrote after it, at least one each."""
 
-    prompt: tuple[int, ...]
+    prompt: Prompt
     written: tuple[int, ...]
 
 
@@ -57,31 +59,35 @@ def after_documents(tokenizer: Tokenizer, requests: Sequence[str], length: int) 
     return [f"{part}\n\n{request}" for part, request in zip(parts, requests, strict=True)]
 
 
-def plain_texts(session: Session, prompts: Sequence[str]) -> list[Continuation]:
-    """Return plain texts after those prompts that fit the context, as the loop writes them: a pass
-    over many texts at once would round otherwise, and so write others.
-    """
-    options = session.options.merged({"draft": "none"})
-    texts = []
-    for prompt in prompts:
-        ids = session.encode(prompt, options)
-        if len(ids) < session.context:
-            sample = session.finish(session.begin(ids, options))
-            texts.append(Continuation(tuple(ids), tuple(sample.tokens)))
-    return texts
-
-
-def split_texts(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Continuation]]:
-    """Return the texts to search on, and those held out to decode, of all kinds of prompts each.
+def split_prompts(session: Session, prompts: Sequence[str]) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to search on, and those held out to decode, of all kinds each. Prompts
+    that do not fit the context are left out.
 
     A plan that is the best of hundreds on some texts owes a part of its lead to these texts. Raises
-    InputError for too few or too short texts.
+    InputError where fewer than ``PARTS`` prompts fit.
     """
-    if len(texts) < PARTS or sum(len(text.written) for text in texts) < LEAST_TOKENS:
+    encoded = [tuple(session.encode(prompt)) for prompt in prompts]
+    fitting = [prompt for prompt in encoded if len(prompt) < session.context]
+    if len(fitting) < PARTS:
         raise InputError(
-            f"a search needs at least {PARTS} prompts that fit the model's context, and"
-            f" {LEAST_TOKENS} tokens after them in all: give more prompts or a larger"
-            " --max-new-tokens"
+            f"a search needs at least {PARTS} prompts that fit the model's context: give more"
         )
-    searched = [text for at, text in enumerate(texts, start=1) if at % PARTS]
-    return searched, [*texts[PARTS - 1 :: PARTS]]
+    searched = [prompt for at, prompt in enumerate(fitting, start=1) if at % PARTS]
+    return searched, fitting[PARTS - 1 :: PARTS]
+
+
+def plain_texts(session: Session, prompts: Sequence[Prompt]) -> list[Continuation]:
+    """Return plain texts after the prompts as the loop writes them: a pass over many texts at once
+    would round otherwise, and so write others. Raises InputError for too short texts.
+    """
+    options = session.options.merged({"draft": "none"})
+    samples = [session.finish(session.begin(prompt, options)) for prompt in prompts]
+    if sum(len(sample.tokens) for sample in samples) < LEAST_TOKENS:
+        raise InputError(
+            f"a search needs at least {LEAST_TOKENS} tokens after its prompts in all: give more"
+            " prompts or a larger --max-new-tokens"
+        )
+    return [
+        Continuation(prompt, tuple(sample.tokens))
+        for prompt, sample in zip(prompts, samples, strict=True)
+    ]
