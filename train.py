@@ -25,10 +25,10 @@ from app.common.parsers import script
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import (
+    CURRICULA,
     dropout_rates,
     evaluate,
     exit_weights,
-    exits_on,
     growth_from_scratch,
     recipe_loss,
 )
@@ -44,13 +44,16 @@ BETWEEN_NOTES = 10.0  # seconds
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train a model, evaluate it and save it."""
+    """Train a model, evaluate it and save it.
+
+    Raises InputError for wrong input and for a non-finite loss.
+    """
     say(f"reading {', '.join(map(str, options.data))}")
     keep_freed_memory()
     model, rows, held_out, checkpoint = prepare_run(options)
     model.to(pick_device(options.device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
-    run = load_run(options, model, optimisers, rows, checkpoint)
+    run = load_run(options, model, optimisers, (rows, held_out), checkpoint)
     if run.step == options.steps:  # it may have been killed before it wrote the model
         save_run(options.out, model, optimisers, run, checkpoint)
     began = monotonic()
@@ -124,7 +127,7 @@ def backward(model: Decoder, rows: Rows, options: argparse.Namespace, step: int)
     growth = 1.0 if options.start_from else growth_from_scratch(step, options.steps)
     # [layers, 1]
     rates = torch.tensor(dropout_rates(model.num_layers, options.layer_dropout, growth))[:, None]
-    on = exits_on(options.curriculum, model.num_layers, step, options.steps, options.rotation)
+    on = CURRICULA[options.curriculum](model.num_layers, step, options.steps, options.rotation)
     weights = exit_weights(on, options.exit_scale, options.exit_power)
     mean = torch.zeros((), device=model.device)
     for micro in range(options.accumulate):

@@ -149,21 +149,26 @@ def benchmark(options: argparse.Namespace) -> None:
     named = [*options.shape, *options.rounds]
     for shape in named:
         shapes.config_of(shape)  # which refuses an unknown name
+    wanted = (
+        []
+        if named
+        else [*options.only, *(["context"] if options.context else [])] or sections.DEFAULT
+    )
     unused = [
         name
         for name, settings in OPTIONS[TEXTS].items()
         if getattr(options, name[2:].replace("-", "_")) != settings.get("default")
+        and not {*wanted} & {*sections.USED_BY.get(name, wanted)}
     ]
-    if named and unused:
-        raise InputError(
-            f"--shape and --rounds measure random weights: leave out {', '.join(unused)}"
-        )
+    if unused:
+        why = "--shape and --rounds measure random weights" if named else "other sections use these"
+        raise InputError(f"{why}: leave out {', '.join(unused)}")
     device = pick_device(options.device)
     about = machine(device)
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     report: dict[str, list[Row]] = {}
     try:
-        for section, title, rows in measured(options, device):
+        for section, title, rows in measured(options, wanted, device):
             report[section] = report.get(section, []) + rows
             out.print("", f"{title} ({about})", table(rows), sep="\n", markup=False)
     finally:  # also after Ctrl-C
@@ -175,26 +180,28 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def measured(
-    options: argparse.Namespace, device: torch.device
+    options: argparse.Namespace, wanted: Sequence[str], device: torch.device
 ) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield the name, the title and the rows of each section asked for, or of each shape."""
+    """Yield the name, the title and the rows of each shape asked for, or of the ``wanted`` sections
+    without any.
+    """
     dtype = DTYPES.get(options.dtype, torch.bfloat16)
     for shape in options.shape:
         yield "shapes", f"{shape} in {dtype}", shapes.measure_shape(shape, dtype, device)
     for shape in options.rounds:
         yield "rounds", f"{shape} in {dtype}", rounds.measure_rounds(shape, dtype, device)
-    if options.shape or options.rounds:
+    if not wanted:
         return
     bench = prepare(options)
-    wanted = [*options.only, *(["context"] if options.context else [])] or sections.DEFAULT
     for name, (title, measure) in sections.SECTIONS.items():
         if name in wanted:
             yield name, f"{bench.session.name}: {title}", measure(bench)
 
 
 def prepare(options: argparse.Namespace) -> sections.Bench:
-    """Return a session with prompts, drafts and libraries. Raises InputError for an exit layer
-    beyond the model, and for what ``load_libraries`` refuses.
+    """Return a session with prompts, drafts and libraries.
+
+    Raises InputError, also for a model that cannot be loaded.
     """
     folder = model_folder(options.model)
     if options.off_grid:

@@ -66,9 +66,9 @@ def off_grid_folder(folder: Path) -> Path:
 def add_noise(model: Decoder, texts: Sequence[Sequence[int]], seed: int) -> None:
     """Add noise to every matrix of a layer, in place; embedding and head stay.
 
-    It is uniform within half a four-bit step of a weight's group, projected onto the half of the
-    eigenvectors with the smaller eigenvalues of its inputs' uncentred covariance on these texts,
-    times √2, which restores its norm.
+    The noise is uniform within half a four-bit step of the weight's group. It is projected onto the
+    eigenvectors of the inputs' uncentred covariance with the smaller half of the eigenvalues, and
+    multiplied by √2 to restore its norm. The covariance is that on these ``texts``.
     """
     generator = torch.Generator().manual_seed(seed)
     covariances = input_means(model, texts, lambda x: x.T @ x)
@@ -76,8 +76,8 @@ def add_noise(model: Decoder, texts: Sequence[Sequence[int]], seed: int) -> None
         if name == "head":
             continue
         weight = layer.weight
-        vectors = torch.linalg.eigh(covariances[name])[1]  # by rising eigenvalue
-        weak = vectors[:, : len(vectors) // 2]
+        # the first half, since eigh sorts by rising eigenvalue
+        weak = torch.linalg.eigh(covariances[name]).eigenvectors[:, : weight.shape[1] // 2]
         steps = quantise(weight, 4).scale.float().repeat_interleave(GROUP, 1)
         noise = torch.rand(weight.shape, generator=generator) - 0.5
         noise *= math.sqrt(2) * steps[:, : weight.shape[1]]

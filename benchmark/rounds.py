@@ -46,16 +46,15 @@ def accepting(rate: float) -> Verify:
 def seconds_per_token(model: Decoder, plan: LayerPlan | None, rate: float) -> float:
     """Return the seconds per token of a text, drafted under a plan; None is plain decoding."""
     cache = model.new_cache(TOKENS + DRAFTED + 1)
-    drafter = ModelDrafter(model, cache, plan) if plan else NoDraft()
     rounds = speculate(
-        model,
-        cache,
-        Text([0], Conditions(TOKENS), model),
-        drafter,
-        FixedLength(DRAFTED if plan else 0),
-        PARAMS,
-        Rule("race", 0).randomness(model.device),
-        accepting(rate),
+        target=model,
+        cache=cache,
+        text=Text([0], Conditions(TOKENS), model),  # the prompt is one token
+        drafter=ModelDrafter(model, cache, plan) if plan else NoDraft(),
+        policy=FixedLength(DRAFTED if plan else 0),
+        params=PARAMS,
+        randomness=Rule("race", 0).randomness(model.device),
+        verify=accepting(rate),
     )
     next(rounds)  # compiles and captures
     written, seconds = timed(model.device, lambda: sum(len(round.emitted) for round in rounds))

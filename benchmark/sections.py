@@ -2,6 +2,10 @@
 
 A new one is a function, its name and the title of its table in ``SECTIONS``, and its panel in
 ``picture.PANELS``. Knows nothing of command lines and screens.
+
+The way of a number: a section gives its cases and drafts to ``Bench.measure``. Each draft becomes a
+way to write a case. ``compare`` lets the ways take turns, under the clock of ``timing``, and
+``row_of`` makes a row of the table from the texts and seconds of a way.
 """
 
 import json
@@ -17,13 +21,13 @@ import torch
 
 from app.common.files import read_json
 from app.common.table import Row
-from app.drafts import strategy_of
+from app.drafts import kind_of, strategy_of
 from app.offers import WINDOW
 from app.options import Options
 from app.plan_file import LONGEST_DRAFT
 from app.session import Session
 from benchmark.steps import ROWS, measure_steps
-from benchmark.timing import Run, spread, take_turns, timed
+from benchmark.timing import spread, take_turns, timed
 from benchmark.ways import (
     AUTO,
     DRAFT_MODEL,
@@ -102,41 +106,41 @@ def compare(
     """
     runs = {
         name: [
-            (written, took if written.seconds is None else written.seconds) for written, took in own
+            replace(written, seconds=took) if written.seconds is None else written
+            for written, took in own
         ]
         for name, own in take_turns(ways, inputs, device).items()
     }
-    if any(seconds <= 0 for own in runs.values() for _, seconds in own):
+    if any(written.seconds <= 0 for written in chain(*runs.values())):
         raise InputError("the texts are too short to be timed: raise --max-new-tokens")
     return [{"decoder": name} | row_of(own, runs[PLAIN], kinds) for name, own in runs.items()]
 
 
-def row_of(runs: Sequence[Run], plain: Sequence[Run], kinds: Sequence[str]) -> Row:
-    """Return what the texts of a way and their seconds tell, beside the plain ones.
+def row_of(own: Sequence[Written], plain: Sequence[Written], kinds: Sequence[str]) -> Row:
+    """Return what a way's own texts and their seconds tell, beside the plain ones.
 
     "repeated" is the share of repeated four-grams in the plain texts, since repetition flatters
     drafts. "equal" counts the texts that equal the plain ones.
     """
-    texts = [written.texts for written, _ in runs]
-    plain_texts = [written.texts for written, _ in plain]
-    lengths = [sum(map(len, each)) for each in texts]
-    seconds = [each for _, each in runs]
-    speedups = [before / each for (_, before), (_, each) in zip(plain, runs, strict=True)]
+    pairs = [*zip(plain, own, strict=True)]
+    lengths = [sum(map(len, written.texts)) for written in own]
+    seconds = [written.seconds for written in own]
+    speedups = [before.seconds / written.seconds for before, written in pairs]
     columns = [*dict.fromkeys(kind for kind in kinds if kind)]
     statistics = Statistics()
-    for round in chain(*(written.rounds for written, _ in runs)):
+    for round in chain(*(written.rounds for written in own)):
         statistics.add(round)
     return {
         "tokens/s": spread(count / each for count, each in zip(lengths, seconds, strict=True)),
         "speed-up": spread(speedups),
-        "repeated": repetition([*chain(*plain_texts)]),
+        "repeated": repetition([*chain(*(written.texts for written in plain))]),
         "accepted": statistics.acceptance_rate,
         "a round": statistics.tokens_per_round or None,
-        "equal": f"{sum(a == b for a, b in zip(texts, plain_texts, strict=True))}/{len(texts)}",
+        "equal": f"{sum(before.texts == written.texts for before, written in pairs)}/{len(own)}",
         # lists are for the picture and the JSON, not the table
         "kinds": columns,
         "tokens": lengths,
-        "rounds": [len(written.rounds) for written, _ in runs],
+        "rounds": [len(written.rounds) for written in own],
         "seconds": seconds,
     } | {
         column: median(each for each, kind in zip(speedups, kinds, strict=True) if kind == column)
@@ -145,7 +149,10 @@ def row_of(runs: Sequence[Run], plain: Sequence[Run], kinds: Sequence[str]) -> R
 
 
 def costs_section(bench: Bench) -> list[Row]:
-    """Return the costs of verifications and of draft steps."""
+    """Return the costs of verifications, and of the steps of drafts by a model.
+
+    The kinds that may be adaptive are those by a model, and an adaptive draft has the same steps.
+    """
     session = bench.session
     slot = session.new_slot(max(ROWS))
     drafters = {
@@ -153,7 +160,7 @@ def costs_section(bench: Bench) -> list[Row]:
             session, begin(session, options, Case([0], 1)), slot, session.model
         ).drafter
         for name, options in bench.drafts.items()
-        if options.draft not in ("lookup", "auto") and not options.adaptive
+        if "adaptive" in kind_of(options.draft).options and not options.adaptive
     }
     return [*chain(*measure_steps(session.model, slot.cache, drafters))]
 
@@ -242,8 +249,10 @@ def together_section(bench: Bench) -> list[Row]:
 def write_together(
     session: Session, options: Options, cases: Sequence[Case], at_once: int
 ) -> Written:
-    """Return the tokens of all texts but their first ones, written ``at_once`` at a time; and the
-    seconds that these took: a difference of two times, which may be negative for short texts.
+    """Return all tokens after the first of each text, and the seconds they took: the time of whole
+    texts less that of texts of one token. Short texts may give a negative difference.
+
+    The texts are written ``at_once`` at a time.
     """
 
     def write_up_to(budget: int) -> list[list[int]]:
@@ -286,6 +295,11 @@ def adaptive_section(bench: Bench) -> list[Row]:
 
 
 DEFAULT = ("costs", "speed", "first-token")
+# The sections that use an option, where others do not
+USED_BY = {
+    "--against": ("speed", "first-token"),
+    "--prompts": ("speed", "adaptive", "together"),
+}
 # Titles of their tables and functions, in the order in which they are measured
 SECTIONS: dict[str, tuple[str, Callable[[Bench], list[Row]]]] = {
     "costs": (

@@ -85,8 +85,12 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> list[
         plans["exit in low bits"] = runnable(model, plans["exit"].in_bits(4))
     drafters = {name: ModelDrafter(model, cache, plan) for name, plan in plans.items()}
     verifications, drafts = measure_steps(model, cache, drafters)
-    verify = [row["plain rounds"] for row in verifications]
-    costs = CostModel({}, np.interp(range(1, LONGEST_DRAFT + 2), ROWS, verify).tolist())
+    costs = CostModel(
+        parts={},
+        verify=np.interp(
+            range(1, LONGEST_DRAFT + 2), ROWS, [row["plain rounds"] for row in verifications]
+        ).tolist(),
+    )
     rows = verifications + [
         row | {f"at {a}": costs.best(a, row["plain rounds"])[0] for a in ACCEPTANCES}
         for row in drafts

@@ -24,8 +24,8 @@ from weights.load import model_folder
 
 @dataclass(frozen=True)
 class Case:
-    """Prompt, after which ``count`` tokens are written, or a text of a JSON ``schema``; ``number``
-    is that of the text's random numbers. Cases of one ``kind``, if they have any, share a column of
+    """Prompt, after which ``count`` tokens are written, or a text of a JSON ``schema``. ``number``
+    selects the text's random numbers. Cases of one ``kind``, if they have any, share a column of
     speed-ups. ``reads_prompt``: whether each way reads the prompt anew, in its time.
     """
 
@@ -40,7 +40,8 @@ class Case:
 @dataclass(frozen=True)
 class Written:
     """Tokens of a text, or of several, and for this project's texts their rounds. ``seconds`` are
-    those of decoding alone, where the reading of the prompt is not to be counted; else None.
+    those of decoding alone, where the reading of the prompt is not to be counted; else None:
+    the whole time counts.
     """
 
     texts: list[list[int]]
@@ -84,7 +85,7 @@ def begin(session: Session, options: Options, case: Case) -> Sample:
     """Return a text that holds the prompt of its case only."""
     given = {"max_new_tokens": case.count, "json_schema": case.schema}
     sample = session.begin(case.ids, options.merged(given), case.number)
-    if case.schema is None:
+    if case.schema is None:  # no token ends the text, so that all ways write equally many
         sample.source.conditions = replace(sample.source.conditions, eos_ids=frozenset())
     return sample
 
@@ -93,7 +94,7 @@ def write(session: Session, slot: Slot, options: Options, case: Case) -> Written
     """Return the text of a case, on the cache of all cases."""
     sample = begin(session, options, case)
     if case.reads_prompt:
-        slot.tokens = []  # of the case before
+        slot.tokens = []  # forget the case before, so that the prompt is read anew
     for _ in session.rounds(sample, slot):
         pass
     return Written([sample.tokens], sample.rounds, None if case.reads_prompt else sample.seconds)

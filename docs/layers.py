@@ -20,7 +20,7 @@ from app.characters import Labels
 from app.common.files import check_place
 from app.common.parsers import MODEL, Groups, picture_file, script
 from app.common.picture import RULE, write_picture
-from app.prompt import check_ids
+from app.prompt import check_ids, checked_text
 from model.decoder import Decoder
 from model.errors import InputError
 from training.recipe import layer_outputs
@@ -58,9 +58,9 @@ def guesses(model: Decoder, ids: list[int], layers: list[int]) -> tuple[torch.Te
 
 def picture(model: Decoder, tokenizer: Tokenizer, text: str) -> Figure:
     """Return a table of colours: columns are the last tokens of the text, rows are layers. Raises
-    InputError for a text of too few tokens, and for one beyond the context.
+    InputError for a text that is no UTF-8, has too few tokens or is beyond the context.
     """
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(checked_text(text))
     check_ids(ids, model.config, model.config.max_positions)
     if len(ids) < TOKENS:
         raise InputError(f"the text has {len(ids)} tokens, and needs {TOKENS}")

@@ -23,7 +23,7 @@ LINE = 22
 MARGIN = 24
 PAUSE = 3.0  # seconds in which the finished texts are shown
 SLOWER = 10  # times that the picture is slower than the run
-# Arguments of ``piece``
+# Text, kind, place, and the shares of the period at which it changes, as ``piece`` takes them
 Token = tuple[str, str, int, float, float]
 STYLE = """
 svg { --card: #fff; --ink: #22242a; --muted: #656a75; --drafted: #a86200; --accepted: #15803d;

@@ -24,7 +24,7 @@ LENGTH = 5  # letters of a text
 def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:
     """Return the drafted letters, and the distribution q that each was drawn from."""
     drafted = []
-    q = torch.zeros(0, 3)
+    q = torch.zeros(0, len(P))
     while len(drafted) < limit:
         last = [*text, *drafted][-1]
         q = torch.cat((q, Q[[last]]))
@@ -38,7 +38,7 @@ def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> 
     # up to the first rejection
     accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()
     # p - q per drafted letter; the last row is p itself, for the bonus letter
-    residual = (p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)
+    residual = (p - torch.cat((q, torch.zeros(1, len(P))))).clamp(min=0)
     return accepted, randomness.draw(residual[accepted])
 
 
@@ -90,7 +90,7 @@ class Enumerator:
 
 # The proof: the loop runs once for every path. Its texts must have the probabilities that plain
 # sampling gives them, which are products of entries of P.
-speculative = dict.fromkeys(product([0], *[range(3)] * (LENGTH - 1)), 0.0)
+speculative = dict.fromkeys(product([0], *[range(len(P))] * (LENGTH - 1)), 0.0)
 paths = [[]]
 for path in paths:  # the list grows while it is read
     randomness = Enumerator(path)

@@ -39,6 +39,7 @@ SHORT = {
     "python -m benchmark --context": f"{FEW_TEXTS} --context 100 200",
     "python -m benchmark ": FEW_TEXTS,
     "python -m training.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
+    "python train.py --data corpus.jsonl --start-from": "--steps 2 --batch 2 --context 64",
     "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
     "make serve": "ADDRESS=8000",
 }

@@ -17,7 +17,6 @@ from model.decoder import Decoder
 from model.layers import layer_positions
 from training.text import Rows
 
-CURRICULA = ("rotational", "gradual")
 HELD_OUT_BATCHES = 8  # of an evaluation
 HELD_OUT_ROWS = 8  # per batch
 
@@ -59,17 +58,21 @@ def exit_weights(on: np.ndarray, scale: float, power: float) -> list[float]:
     return (weights / weights.sum()).tolist()
 
 
-def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
-    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``.
-
-    The rotational curriculum turns on every R-th exit, with R the ``rotation``, and shifts them by
-    one each step. The gradual one turns on one exit after another, from the last to the first, all
-    by half of the ``steps``.
+def rotational(layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
+    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``: every R-th is,
+    with R the ``rotation``, and they shift by one each step.
     """
-    exits = np.arange(layers - 1)
-    if curriculum == "gradual":
-        return step >= (layers - exits) * steps / (2 * layers)
-    return (exits - step) % rotation == 0
+    return (np.arange(layers - 1) - step) % rotation == 0
+
+
+def gradual(layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
+    """Return whether each early exit's loss is on in a step, bool ``[layers - 1]``: one after
+    another is turned on, from the last to the first, all by half of the ``steps``.
+    """
+    return step >= (layers - np.arange(layers - 1)) * steps / (2 * layers)
+
+
+CURRICULA = {curriculum.__name__: curriculum for curriculum in (rotational, gradual)}
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
@@ -139,5 +142,9 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
                 guesses.append(logits.argmax(-1))
         agreement = [(each == guesses[-1]).float().mean().item() for each in guesses]
         sums += np.array([losses, agreement])
-    held_out_loss, agreement = (sums / HELD_OUT_BATCHES).round(4).tolist()
-    return {"held_out_loss": held_out_loss, "agreement": agreement}
+    return {
+        name: means.tolist()
+        for name, means in zip(
+            ("held_out_loss", "agreement"), (sums / HELD_OUT_BATCHES).round(4), strict=True
+        )
+    }

@@ -7,7 +7,7 @@ import argparse
 import copy
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,6 +190,8 @@ def prepare_run(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows, Path 
     check_place(nearest / "config.json")  # missing folders are made in it
     if (options.config is None) == (not options.start_from):
         raise InputError("give either --config or --start-from")
+    if options.start_from and options.vocab_size != OPTIONS[""]["--vocab-size"]["default"]:
+        raise InputError("--start-from brings its tokenizer: leave out --vocab-size")
     checkpoint = model_folder(options.start_from) if options.start_from else None
     config = parse_config(read_json(checkpoint / "config.json" if checkpoint else options.config))
     if options.context > config.max_positions:
@@ -236,42 +238,51 @@ def load_run(
     options: argparse.Namespace,
     model: Decoder,
     optimisers: Sequence[Optimizer],
-    rows: Rows,
+    texts: Sequence[Rows],
     checkpoint: Path | None,
 ) -> Run:
     """Return the run in ``--out``, or a new one. The model and its optimisers get what was saved of
-    them. ``checkpoint`` is the folder of the checkpoint, if the run starts from one.
+    them. ``texts`` are the training rows and the held-out rows, ``checkpoint`` is the folder of the
+    checkpoint, if the run starts from one.
 
-    An option that the saved run did not know yet counts as its default. Raises InputError for a
-    damaged state, and for a run with other options, another text, config or checkpoint: files are
-    compared by what they hold.
+    Raises InputError for a damaged state, and for a run with other options.
     """
-    config = json.dumps(model.config.source, sort_keys=True)
     given = {
         name: str(value) for name, value in vars(options).items() if name not in NOT_OF_THE_RUN
     } | {
-        "data": rows.checksum,
-        "config": f"{zlib.crc32(config.encode()):08x}",
+        "data": " ".join(rows.checksum for rows in texts),
+        "config": f"{zlib.crc32(json.dumps(model.config.source, sort_keys=True).encode()):08x}",
         "start_from": str(checkpoint and model_fingerprint(checkpoint)),
     }
     if not (options.out / STATE).exists():
         return Run(given)
-    parser = parser_of(OPTIONS)
-    with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
+    damaged = f"{options.out / STATE} is damaged: give another --out"
+    with explaining(damaged, (Exception,)):  # the file may hold anything
         state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
-        for name in dict.fromkeys((*OF_FILES, *given, *state["options"])):
-            value = state["options"].get(name, str(parser.get_default(name)))
-            if given.get(name) != value:
-                option = f"--{name.replace('_', '-')}"
-                shown = "of other contents" if name in OF_FILES and value != "None" else value
-                raise InputError(
-                    f"{options.out} holds a run with {option} {shown}: give the same, or another"
-                    " --out"
-                )
+        saved = dict(state["options"])
+    check_same_options(options.out, saved, given)
+    with explaining(damaged, (Exception,)):
         model.load_state_dict(state.pop("model"))
         for optimiser, values in zip(optimisers, state.pop("optimisers"), strict=True):
             optimiser.load_state_dict(values)
         return Run(**state)
+
+
+def check_same_options(out: Path, saved: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Raise InputError where the run in ``out`` was begun with other options, another text, config
+    or checkpoint than are given now: files are compared by what they hold.
+
+    An option that the saved run did not know yet counts as its default.
+    """
+    parser = parser_of(OPTIONS)
+    for name in dict.fromkeys((*OF_FILES, *given, *saved)):
+        value = saved.get(name, str(parser.get_default(name)))
+        if given.get(name) != value:
+            shown = "of other contents" if name in OF_FILES and value != "None" else value
+            raise InputError(
+                f"{out} holds a run with --{name.replace('_', '-')} {shown}: give the same, or"
+                " another --out"
+            )
 
 
 def save_run(

@@ -309,6 +309,8 @@ BAD = {
         "leave out --model, --prompts, --quick, --max-new-tokens, --coupling"
     ),
     "--shape smollm2-135m": "; give a narrower --dtype or a smaller shape",
+    "--only adaptive --against transformers": "other sections use these: leave out --against",
+    "--only costs --context 64 --prompts code": "other sections use these: leave out --prompts",
     "--context 5000": "the prompt has 5018 tokens",
     "--model no-such": "no folder 'no-such'",
 }

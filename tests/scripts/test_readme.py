@@ -83,7 +83,7 @@ def test_the_examples_from_python_write_what_they_print(
     ("right", "wrong"),
     [
         ("", ""),
-        ("(p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)", "p"),
+        ("(p - torch.cat((q, torch.zeros(1, len(P))))).clamp(min=0)", "p"),
         ("p[rows, drafted] / q[rows, drafted]", "p[rows, drafted]"),
         ("randomness.draw(q[-1])", "int(q[-1].argmax())"),
         (".cumprod(0).sum()", ".sum()"),
@@ -104,13 +104,24 @@ def test_the_law_of_the_toy_is_plain_samplings_but_with_a_defect(right: str, wro
 
 
 @pytest.mark.parametrize(
-    ("file", "complaint"), [("layers.svg", "context 256"), ("no/layers.svg", "does not exist")]
+    ("text", "file", "complaint"),
+    [
+        ("a" * 300, "layers.svg", "context 256"),
+        ("a" * 300, "no/layers.svg", "does not exist"),
+        ("\udcff a b c d e f", "layers.svg", "cannot be read as UTF-8"),
+    ],
+    ids=["context", "folder", "bytes"],
 )
-def test_no_text_beyond_the_context_is_drawn_nor_one_into_a_missing_folder(
-    file: str, complaint: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_text_that_cannot_be_read_or_drawn_is_refused(
+    text: str,
+    file: str,
+    complaint: str,
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    beyond = ["a" * 300, "--model", model, "--svg", str(tmp_path / file)]
-    assert status_of(layers.main, beyond) == 2 and complaint in capsys.readouterr().err
+    command = [text, "--model", model, "--svg", str(tmp_path / file)]
+    assert status_of(layers.main, command) == 2 and complaint in capsys.readouterr().err
 
 
 def test_the_moving_picture_is_xml_and_begins_with_both_whole_texts() -> None:
