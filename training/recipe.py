@@ -142,9 +142,5 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
                 guesses.append(logits.argmax(-1))
         agreement = [(each == guesses[-1]).float().mean().item() for each in guesses]
         sums += np.array([losses, agreement])
-    return {
-        name: means.tolist()
-        for name, means in zip(
-            ("held_out_loss", "agreement"), (sums / HELD_OUT_BATCHES).round(4), strict=True
-        )
-    }
+    held_out_loss, agreement = (sums / HELD_OUT_BATCHES).round(4).tolist()
+    return {"held_out_loss": held_out_loss, "agreement": agreement}
