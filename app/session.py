@@ -61,7 +61,7 @@ class Session(LoadedModel):
         self.sample: Sample | None = None
         self.lock = RLock()
         self.written = 0  # tokens so far
-        self.copies_at_once = False  # for drafts, however little is written
+        self.copies_at_once = False  # whether copies for drafts are made however little is written
 
     def write(self, prompt: Prompt, **options: object) -> Sample:
         """Return the text after a prompt. Raises InputError."""
@@ -294,15 +294,11 @@ class Session(LoadedModel):
             self.slot = self.new_slot(min(rounded_up, self.model.max_positions))
         return self.slot
 
-    def make_copies_at_once(self) -> None:
-        """Make copies for drafts from now on, however little is written."""
-        self.copies_at_once = True
-
     def warm_up(self, ids: Sequence[int]) -> None:
         """Write a few tokens, with the draft and without, before anything is timed, after as much
         of the prompt as the context holds. Copies for drafts are made.
         """
-        self.make_copies_at_once()
+        self.copies_at_once = True
         few = {"max_new_tokens": min(8, self.options.max_new_tokens)}
         for changes in (few, few | {"draft": "none"}):
             self.finish(self.begin(ids[: self.context - 1], self.options.merged(changes)))

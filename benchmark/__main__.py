@@ -218,7 +218,7 @@ def prepare(options: argparse.Namespace) -> sections.Bench:
             temperature=options.temperature,
         )
     )
-    session.make_copies_at_once()
+    session.copies_at_once = True
     prompts = {
         **PROMPTS,
         "stories": [story_request(random.Random(seed))[0] for seed in range(STORIES)],

@@ -59,6 +59,7 @@ from search.study import (
     space_of,
 )
 from search.texts import Prompt, after_documents, plain_texts, read_prompts, split_prompts
+from weights.importance import set_importance
 from weights.load import model_fingerprint
 
 # Files by whose change a search begins another study: its predictions and costs are made by them
@@ -70,6 +71,7 @@ PREDICTING = (
     "decoding/*.py",
     "model/*.py",
     "model/fast/*.*",
+    "weights/importance.py",
 )
 CONFIRMED = 5  # best plans that decode; beside them the best early exit
 BLOCKS = "▁▂▃▄▅▆▇█"  # from 0 to 1
@@ -161,6 +163,8 @@ def run(options: argparse.Namespace) -> int:
     searched, held_out = split_prompts(session, settings["prompts"])
     is_long = min(map(len, searched)) >= LONG
     space = space_of(session.model.num_layers, options.bits, WINDOWS if is_long else ())
+    if any(options.bits):  # before any weight is rounded
+        set_importance(session.model, session.tokenizer, session.folder)
     calibration = Calibration(session, plain_texts(session, searched))
     if "costs" not in study.user_attrs:
         prepare(study, session, calibration, searched, space)

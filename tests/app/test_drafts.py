@@ -105,7 +105,7 @@ def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
     """A window has the copies of its plan. Copies that are made need no more memory."""
     monkeypatch.setattr(offers, "LONG", 8)
     session = load("tiny-llama", plan=DraftPlan(FULL.in_bits(8), 3))
-    session.make_copies_at_once()
+    session.copies_at_once = True
     eight, four = (memory.low_bit_bytes(session.config, FULL.in_bits(bits)) for bits in (8, 4))
     eight += 6 * session.config.vocab_size * session.config.hidden_size + 1  # while it is rounded
     for free, names in [
@@ -182,7 +182,7 @@ def test_auto_counts_costs_anew_where_a_text_has_doubled_and_offers_windows_in_l
     session = load(
         "tiny-llama", max_new_tokens=60, plan=DraftPlan(replace(PLAN.plan, window=16)), **drawn
     )
-    session.make_copies_at_once()
+    session.copies_at_once = True
     found(session, temperature=0.0)  # whose costs are measured
     costs_at = found(session).policy.costs_at
     counted = [costs_at(length) for length in (5, 8, 9, 32, 33, 64)]

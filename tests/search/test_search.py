@@ -299,6 +299,9 @@ def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_wi
         f"python generate.py \"Your prompt\" --model '{folder}' --draft skip --plan {out}" in said
     ) == (gamma > 0)
     predicted = recorded(monkeypatch, CostModel, "step", lambda _, plan: plan)
+    by_importance = recorded(
+        monkeypatch, Calibration, "acceptance", lambda of, _: bool(of.model.importance)
+    )
     assert command.main(arguments(folder, "--out", out, "--trials", 8)) == 0
     kept = open_study(out.with_suffix(".journal"), written["study"], "tpe", 0)
     assert len(finished(kept)) == 8, "six trials were in the journal"
@@ -307,7 +310,7 @@ def test_the_command_writes_a_plan_and_pictures_compares_samplers_and_goes_on_wi
     ]
     assert len({*chosen}) == len(chosen), "no first plan was queued twice"
     assert len({*predicted}) == len(predicted) and {*predicted}.isdisjoint(chosen[:6])
-    assert kept.user_attrs.keys() == {"costs", "importance"}
+    assert kept.user_attrs.keys() == {"costs", "importance"} and {*by_importance} == {True}
 
 
 @pytest.mark.usefixtures("known_costs")
