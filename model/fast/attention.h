@@ -1,8 +1,8 @@
 /* Attention of the rows of a step to the keys and values of a layer. From top to bottom: what it
- * reads, where numbers lie, windows, how a step is divided, the three tasks of attend_to_entries,
- * and what these call: scores, softmax, weighted sums of values. It knows nothing of linear layers,
- * norms and rotary embeddings. A weight is here a position's share in a softmax, not a parameter. A
- * query is the head of a row.
+ * reads, where numbers lie, windows, how a step is divided, scores, softmax, weighted sums of
+ * values, and the three tasks of attend_to_entries, which call these. It knows nothing of linear
+ * layers, norms and rotary embeddings. A weight is here a position's share in a softmax, not a
+ * parameter. A query is the head of a row.
  *
  * Positions are divided into chunks, and a piece of work is one chunk, for one key head and a few
  * queries that read the same keys and values. A score is one sum, to which the columns of a head
@@ -144,111 +144,6 @@ static Attention take_rows(const AttentionConfig *c, const Text *texts, long cou
     a.queries = grow(&queries, a.rows * c->heads * input_bytes(c->kind, c->head_size));
     a.partials = grow(&partials, 4 * a.rows * numbers);
     return a;
-}
-
-/* What the tasks call, defined below. */
-static void score_keys(long kind, long head_size, const char *keys, Range range, long queries,
-                       const char *x, float *scores);
-static void weigh(const AttentionConfig *c, float *scores, Range visible, float after[NUM_AFTER]);
-static void add_visible(const Weighted *w, long rows, long heads, const Range *visible);
-
-/* Three tasks, one after the other. For each span, chunk and key head, a piece of the second task
- * gives a partial result per query, and the third one joins those of a query:
- *
- *     positions          0 ..... 511 | 512 ..... 1023 | 1024 .....
- *     text 0   span 0  | chunk 0     | chunk 1        | chunk 2   |  -> its rows, joined
- *              span 1  | chunk 0     | chunk 1        | chunk 2   |  -> its rows, joined
- *     text 1   span 2  | chunk 0     | chunk 1        | empty     |  -> its rows, joined
- *
- * Under a plan with a window the sinks are one more chunk, the last. */
-
-/* First task: prepare the queries of a row to meet keys. */
-static void prepare_queries(void *argument, long row) {
-    const Attention *a = argument;
-    long kind = a->config->kind, size = a->config->head_size, bytes = input_bytes(kind, size);
-    const float *q = a->q + row * a->q_stride;
-    for (long head = 0; head < a->config->heads; head++)
-        prepare_inputs(kind, q + head * size, size,
-                       a->queries + place_of_query(a, row, head) * bytes);
-}
-
-/* Second task: the partial results of a span's rows, for one chunk and one key head. Spans that
- * read the same keys and values are worked on one after the other. */
-static void attend_to_chunk(void *argument, long piece) {
-    const Attention *a = argument;
-    const AttentionConfig *c = a->config;
-    const Span *span = &a->spans[piece % a->num_spans];
-    long chunk = piece / a->num_spans % a->chunks, head = piece / a->num_spans / a->chunks;
-    long first = chunk == a->sink_chunk ? 0 : chunk * CHUNK;
-    const char *keys = entry_of(a, span->text, KEYS, head, first);
-    const char *values = entry_of(a, span->text, VALUES, head, first);
-    long queries = span->rows * c->heads_per_key;
-    long place = place_of_query(a, span->row, head * c->heads_per_key); /* of the first query */
-    const char *x = a->queries + place * input_bytes(c->kind, c->head_size);
-    float *out = a->partials + (place * a->chunks + chunk) * partial_size(c);
-    long stride = a->chunks * partial_size(c);
-
-    Range visible[span->rows];
-    for (long row = 0; row < span->rows; row++)
-        visible[row] = visible_to(a, span->start + row, chunk);
-    float scores[queries][CHUNK];
-    Range by_any = {visible[0].begin, visible[span->rows - 1].end};
-    score_keys(c->kind, c->head_size, keys, by_any, queries, x, scores[0]);
-    for (long query = 0; query < queries; query++) {
-        float *sums = out + query * stride;
-        memset(sums, 0, 4 * partial_size(c));
-        weigh(c, scores[query], visible[query / c->heads_per_key], sums + padded(c->head_size));
-    }
-    Weighted w = {.kind = c->kind,
-                  .head_size = c->head_size,
-                  .values = values,
-                  .weights = (char *)scores,
-                  .sums = out,
-                  .stride = stride};
-    add_visible(&w, span->rows, c->heads_per_key, visible);
-}
-
-/* Third task: join the partial results of a query for all chunks. */
-static void join_chunks(void *argument, long place) {
-    const Attention *a = argument;
-    const AttentionConfig *c = a->config;
-    long size = padded(c->head_size), part_size = partial_size(c);
-    /* the row and the head that have this place_of_query */
-    long row = place / c->heads_per_key % a->rows;
-    long key_head = place / c->heads_per_key / a->rows;
-    long head = key_head * c->heads_per_key + place % c->heads_per_key;
-    const float *parts = a->partials + place * a->chunks * part_size;
-    const float *end = parts + a->chunks * part_size;
-    float sums[size], largest = parts[size + LARGEST], total = 0.0f;
-    for (const float *part = parts; part < end; part += part_size)
-        if (part[size + LARGEST] > largest)
-            largest = part[size + LARGEST];
-    memset(sums, 0, sizeof sums);
-    for (const float *part = parts; part < end; part += part_size) {
-        if (part[size + TOTAL] == 0.0f) /* the row attends to nothing of this chunk */
-            continue;
-        float factor = exponential(part[size + LARGEST] - largest);
-        total += part[size + TOTAL] * factor;
-        for (long i = 0; i < size; i++)
-            sums[i] += part[i] * factor;
-    }
-    float *out = a->out + (row * c->heads + head) * c->head_size;
-    for (long i = 0; i < c->head_size; i++)
-        out[i] = sums[place_of_column(c->kind, i)] / total;
-}
-
-/* Attention of all rows to the entries of a layer: rotated queries -> out
- * [rows, heads, head_size]. */
-static void attend_to_entries(Attention *a, const float *q, long q_stride, float *out) {
-    const AttentionConfig *c = a->config;
-    long pieces = a->num_spans * c->key_heads * a->chunks;
-    long scores = min(a->positions, CHUNK) * a->spans->rows * c->heads_per_key; /* of a piece */
-    a->q = q;
-    a->q_stride = q_stride;
-    a->out = out;
-    run(prepare_queries, a, a->rows, c->heads * c->head_size);
-    run(attend_to_chunk, a, pieces, 4 * scores);
-    run(join_chunks, a, a->rows * c->heads, a->chunks * partial_size(c));
 }
 
 /* Do what follows once, for ``queries`` of 1 to MANY. The loop is unrolled, so that ``n`` is a
@@ -465,4 +360,103 @@ static void add_visible(const Weighted *w, long rows, long heads, const Range *v
         Range after = {max(visible[row].begin, by_all.end), visible[row].end};
         add_all_values(w, row * heads, (row + 1) * heads, after);
     }
+}
+
+/* Three tasks, one after the other. For each span, chunk and key head, a piece of the second task
+ * gives a partial result per query, and the third one joins those of a query:
+ *
+ *     positions          0 ..... 511 | 512 ..... 1023 | 1024 .....
+ *     text 0   span 0  | chunk 0     | chunk 1        | chunk 2   |  -> its rows, joined
+ *              span 1  | chunk 0     | chunk 1        | chunk 2   |  -> its rows, joined
+ *     text 1   span 2  | chunk 0     | chunk 1        | empty     |  -> its rows, joined
+ *
+ * Under a plan with a window the sinks are one more chunk, the last. */
+
+/* First task: prepare the queries of a row to meet keys. */
+static void prepare_queries(void *argument, long row) {
+    const Attention *a = argument;
+    long kind = a->config->kind, size = a->config->head_size, bytes = input_bytes(kind, size);
+    const float *q = a->q + row * a->q_stride;
+    for (long head = 0; head < a->config->heads; head++)
+        prepare_inputs(kind, q + head * size, size,
+                       a->queries + place_of_query(a, row, head) * bytes);
+}
+
+/* Second task: the partial results of a span's rows, for one chunk and one key head. Spans that
+ * read the same keys and values are worked on one after the other. */
+static void attend_to_chunk(void *argument, long piece) {
+    const Attention *a = argument;
+    const AttentionConfig *c = a->config;
+    const Span *span = &a->spans[piece % a->num_spans];
+    long chunk = piece / a->num_spans % a->chunks, head = piece / a->num_spans / a->chunks;
+    long first = chunk == a->sink_chunk ? 0 : chunk * CHUNK;
+    const char *keys = entry_of(a, span->text, KEYS, head, first);
+    const char *values = entry_of(a, span->text, VALUES, head, first);
+    long queries = span->rows * c->heads_per_key;
+    long place = place_of_query(a, span->row, head * c->heads_per_key); /* of the first query */
+    const char *x = a->queries + place * input_bytes(c->kind, c->head_size);
+    float *out = a->partials + (place * a->chunks + chunk) * partial_size(c);
+    long stride = a->chunks * partial_size(c);
+
+    Range visible[span->rows];
+    for (long row = 0; row < span->rows; row++)
+        visible[row] = visible_to(a, span->start + row, chunk);
+    float scores[queries][CHUNK];
+    Range by_any = {visible[0].begin, visible[span->rows - 1].end};
+    score_keys(c->kind, c->head_size, keys, by_any, queries, x, scores[0]);
+    for (long query = 0; query < queries; query++) {
+        float *sums = out + query * stride;
+        memset(sums, 0, 4 * partial_size(c));
+        weigh(c, scores[query], visible[query / c->heads_per_key], sums + padded(c->head_size));
+    }
+    Weighted w = {.kind = c->kind,
+                  .head_size = c->head_size,
+                  .values = values,
+                  .weights = (char *)scores,
+                  .sums = out,
+                  .stride = stride};
+    add_visible(&w, span->rows, c->heads_per_key, visible);
+}
+
+/* Third task: join the partial results of a query for all chunks. */
+static void join_chunks(void *argument, long place) {
+    const Attention *a = argument;
+    const AttentionConfig *c = a->config;
+    long size = padded(c->head_size), part_size = partial_size(c);
+    /* the row and the head that have this place_of_query */
+    long row = place / c->heads_per_key % a->rows;
+    long key_head = place / c->heads_per_key / a->rows;
+    long head = key_head * c->heads_per_key + place % c->heads_per_key;
+    const float *parts = a->partials + place * a->chunks * part_size;
+    const float *end = parts + a->chunks * part_size;
+    float sums[size], largest = parts[size + LARGEST], total = 0.0f;
+    for (const float *part = parts; part < end; part += part_size)
+        if (part[size + LARGEST] > largest)
+            largest = part[size + LARGEST];
+    memset(sums, 0, sizeof sums);
+    for (const float *part = parts; part < end; part += part_size) {
+        if (part[size + TOTAL] == 0.0f) /* the row attends to nothing of this chunk */
+            continue;
+        float factor = exponential(part[size + LARGEST] - largest);
+        total += part[size + TOTAL] * factor;
+        for (long i = 0; i < size; i++)
+            sums[i] += part[i] * factor;
+    }
+    float *out = a->out + (row * c->heads + head) * c->head_size;
+    for (long i = 0; i < c->head_size; i++)
+        out[i] = sums[place_of_column(c->kind, i)] / total;
+}
+
+/* Attention of all rows to the entries of a layer: rotated queries -> out
+ * [rows, heads, head_size]. */
+static void attend_to_entries(Attention *a, const float *q, long q_stride, float *out) {
+    const AttentionConfig *c = a->config;
+    long pieces = a->num_spans * c->key_heads * a->chunks;
+    long scores = min(a->positions, CHUNK) * a->spans->rows * c->heads_per_key; /* of a piece */
+    a->q = q;
+    a->q_stride = q_stride;
+    a->out = out;
+    run(prepare_queries, a, a->rows, c->heads * c->head_size);
+    run(attend_to_chunk, a, pieces, 4 * scores);
+    run(join_chunks, a, a->rows * c->heads, a->chunks * partial_size(c));
 }

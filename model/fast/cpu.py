@@ -304,6 +304,7 @@ def attention_config(
 def angle_table(rope: Rope, size: int, positions: int) -> list[Tensor]:
     """Return cosine and sine ``[positions, size / 2]``, float32."""
     tables = rotary_table(rope, size, positions, torch.float32, torch.device("cpu"))
+    # the second halves, since the first of sine has the other sign
     return [each.chunk(2, 1)[1].contiguous() for each in tables]
 
 
@@ -316,14 +317,14 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None) -> Tensor:
         raise ValueError(f"weights are rounded to one of {LOW_BITS} bits, not to {bits}")
     rows, columns = weight.shape
     block_bytes = library().low_bit_block_bytes(bits, columns)
-    copy = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
+    made = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
     matrix = CMatrix(
         weights=weight.data_ptr(), kind=KINDS[weight.dtype], rows=rows, columns=columns
     )
-    call("round_weights", matrix, bits, shares, copy)
-    return copy
+    call("round_weights", matrix, bits, shares, made)
+    return made
 
 
 def multiply_widened(product: nn.Linear, x: Tensor) -> Tensor:
@@ -363,11 +364,10 @@ def attend_by_step(
     )
     for number in range(batch):
         entries = (c_void_p * 2)(k[number].data_ptr(), v[number].data_ptr())
-        start = k.shape[2] - count
         text = CText(
             entries=ctypes.addressof(entries),
             rows=count,
-            start=start,
+            start=k.shape[2] - count,
             head_bytes=k.stride(1) * k.itemsize,
         )
         call("attend", config, text, window or 0, queries[number], out[number])

@@ -46,6 +46,7 @@ TYPES = {
 # addresses are not read
 NAME = r"(?:(\*)(?:const \*)?(?!\w+\[))?(\w+)(?:\[(\d+)\])?"
 DECLARATION = re.compile(rf"\s*(?:const )?(?P<type>\w+) (?P<names>{NAME}(?:,\s*{NAME})*)")
+# functions that are not static and have parameters: result, name, parameters
 EXPORTED = re.compile(
     r"^(?!static |INLINE )(\w[\w *]*?)(\w+)\((?!void\))([^)]*)\) \{", re.MULTILINE
 )
@@ -125,7 +126,7 @@ def load() -> ctypes.CDLL:
     processor = {platform.machine(), *(line for line in told if line.startswith(names))}
     machine = hashlib.sha256("\n".join([*flags, *sorted(processor)]).encode()).hexdigest()
     kept = cache_folder() / "step" / f"{version(SOURCES)}-{machine[:16]}.so"
-    with suppress(OSError):  # absent, or damaged
+    with suppress(OSError):  # absent, or no library
         return ctypes.CDLL(str(kept))
     logging.getLogger(__name__).warning("[compiling the decoding step for this machine, once]")
     trouble = "the compiled step cannot be loaded: set TMPDIR to a folder where programs may run"

@@ -210,7 +210,7 @@ INLINE FourFloats add_lanes(float lanes[4][LANES]) {
     return PICK(FourInts, first, last, 0, 2, 4, 6) + PICK(FourInts, first, last, 1, 3, 5, 7);
 }
 
-/* Sum of [count] numbers, or of their squares. */
+/* Sum of [count] numbers, or of their squares. add_lanes adds four sums; the others are zeros. */
 static float sum_of(const float *x, long count, int squares) {
     float lanes[4][LANES] = {0};
     long whole = count / LANES * LANES;

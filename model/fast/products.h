@@ -128,7 +128,7 @@ enum { MOST_INPUTS = 4, MOST_AT_ONCE = 2 };
  * registers. */
 typedef struct {
     const char *weights, *x; /* first rows of weights and of inputs */
-    long stride, x_stride;   /* bytes from one row to the next; in low bits there is no stride */
+    long stride, x_stride;   /* bytes from one row to the next; stride is not used in low bits */
     long columns, count;     /* count: rows of weights whose products are written */
     float *out;              /* [inputs, count] products, out_stride numbers from row to row */
     long out_stride;
@@ -162,9 +162,8 @@ INLINE void add_columns(long kind, int inputs, int at_once, int first, const cha
             for (int half = 0; half < halves; half++) {
                 long offset = 4 * WIDTH * (first + reg), place = offset + 4 * LANES * half;
                 Uints pair = AT(const Uints, weights + row * stride + offset);
-                Floats wide = (Floats)(half ? pair & 0xFFFF0000 : pair << 16);
-                if (kind == F32)
-                    wide = AT(const Floats, weights + row * stride + place);
+                Floats wide = kind == F32 ? AT(const Floats, weights + row * stride + place)
+                                          : (Floats)(half ? pair & 0xFFFF0000 : pair << 16);
 #pragma GCC unroll 4
                 for (int n = 0; n < inputs; n++) {
                     const char *of_x = x + n * x_stride + place;

@@ -135,7 +135,7 @@ static void round_to_eight(void *argument, long block) {
 /* Bytes of 16 rows in few bits. */
 int low_bit_block_bytes(long bits, long columns) { return (int)block_bytes(bits, columns); }
 
-/* Write the copy of a matrix in few bits: uint8 [rows / 16, low_bit_block_bytes]. */
+/* Write the copy of a matrix in few bits: uint8 [blocks of 16 rows, low_bit_block_bytes]. */
 void round_weights(const Matrix *matrix, long bits, const float *shares, char *copy) {
     Rounding r = {matrix, shares, copy};
     long blocks = (matrix->rows + LANES - 1) / LANES, cost = 8 * LANES * matrix->columns;
