@@ -2,8 +2,8 @@
 
 The weights of a checkpoint that was made from a four-bit file lie on the grid of a four-bit draft.
 Its draft is nearly the model itself, which says little about other checkpoints. The copy gets noise
-of up to half a rounding step, in the half of the input directions that text uses least. It writes
-almost the same text, and rounding changes its weights.
+of about the size of a rounding error, in the half of the input directions that text uses least. It
+writes almost the same text, and rounding changes its weights.
 """
 
 import math
@@ -31,7 +31,7 @@ MADE_BY = (
     "weights/importance.py",
     "weights/prompts.txt",
 )
-TEXTS = 8  # sets of texts that the inputs are measured on
+TEXTS = 8  # seeds, each of which writes a text for every prompt: inputs are measured on these
 
 
 def off_grid_folder(folder: Path) -> Path:
@@ -47,7 +47,7 @@ def off_grid_folder(folder: Path) -> Path:
     if made_from.exists() and read_text(made_from) == sources:
         return copy
     say(
-        f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some"
+        f"making {copy.name}: noise in its weights, about as large as a four-bit rounding; some"
         " minutes"
     )
     session = Session(Options(model=str(folder), draft="none", max_new_tokens=TOKENS, device="cpu"))

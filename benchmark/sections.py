@@ -53,7 +53,7 @@ STRUCTURED_TOKENS = 256  # of the longest text under a schema
 FORCED = {"draft": f"{Path(__file__).with_name('forced.py')}:Forced", "gamma": 15}
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
 STEP_COSTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)  # simulated, in plain rounds
-TURNS = 3  # of all but the texts of "speed", of which there are many
+TURNS = 3  # but "costs" has its own number, and the many texts of "speed" have one each
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
     options of each draft, and the ways of other libraries, plainly and with drafts of theirs.
 
-    All sections but "speed" have this number of ``turns``. ``lengths`` are those of the texts whose
+    Each input has this number of ``turns``, but in "costs" and "speed". ``lengths`` are those of the texts whose
     first token is timed, ``contexts`` the numbers of tokens before the requests of the section
     "context".
     """

@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 
 from app.common.files import read_json_lines, write_json
-from model.errors import InputError, explaining
+from model.errors import InputError
 from weights.tokenizer import Tokenizer
 from weights.tokenizer_files import begin_with, byte_level_tokenizer
 
@@ -49,8 +49,6 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
                     raise InputError(
                         f'{place} needs "text", or "prompt" and "response", each a string'
                     )
-            with explaining(f"{place} holds half a surrogate pair: remove it", (UnicodeError,)):
-                documents[-1].encode()
     return [document for document in documents if document.strip()]
 
 

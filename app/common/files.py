@@ -49,7 +49,10 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         location = f"{path}, line {number}"
         if line.strip():
-            yield location, parsed(line, location)
+            value = parsed(line, location)
+            with explaining(f"{location} holds half a surrogate pair: remove it", (UnicodeError,)):
+                json.dumps(value, ensure_ascii=False).encode()
+            yield location, value
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
