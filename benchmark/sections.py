@@ -61,9 +61,9 @@ class Bench:
     """Input of every section: a session that decodes plainly, the cases of the section "speed", the
     options of each draft, and the ways of other libraries, plainly and with drafts of theirs.
 
-    Each input has this number of ``turns``, but in "costs" and "speed". ``lengths`` are those of the texts whose
-    first token is timed, ``contexts`` the numbers of tokens before the requests of the section
-    "context".
+    Each input has this number of ``turns``, but in "costs" and "speed". ``lengths`` are those of
+    the texts whose first token is timed, ``contexts`` the numbers of tokens before the requests of
+    the section "context".
     """
 
     session: Session
