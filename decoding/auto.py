@@ -135,9 +135,8 @@ class Offer(NamedTuple):
 
     ``rates`` are those of its kind, a model's drafts or guesses of one quality; None where nothing
     is offered. ``token_cost`` is that of a drafted token: its draft step, if it needs one, and its
-    row of the verification.
-    ``round_cost`` is that of a round with it, without its tokens. ``tokens`` are known
-    without running a model; None where a model drafts.
+    row of the verification. ``round_cost`` is that of a round with it, without its tokens.
+    ``tokens`` are known without running a model; None where a model drafts.
     """
 
     name: str | None

@@ -51,8 +51,8 @@ class Drafter(Protocol):
         """
 
     def rollback(self, length: int) -> None:
-        """Forget the positions from ``length`` on: the text has so many tokens. It is called before
-        the first ``propose`` of a text too.
+        """Forget the positions from ``length`` on, the number of the text's tokens. It is called
+        before the first ``propose`` of a text too.
         """
 
 

@@ -17,7 +17,6 @@ class Policy:
 
     ``reads_draft_confidence`` and ``reads_target_confidence`` say whether it needs confidences,
     each of which costs a softmax over the vocabulary.
-
     """
 
     reads_draft_confidence = False

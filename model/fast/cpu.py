@@ -317,7 +317,7 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None) -> Tensor:
         raise ValueError(f"weights are rounded to one of {LOW_BITS} bits, not to {bits}")
     rows, columns = weight.shape
     block_bytes = library().low_bit_block_bytes(bits, columns)
-    made = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8)
+    made = torch.empty(-(-rows // 16), block_bytes, dtype=torch.uint8, device="cpu")
     shares = shares_of(importance, columns, weight.device)
     weight = weight.contiguous()
     matrix = CMatrix(

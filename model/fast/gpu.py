@@ -61,7 +61,7 @@ class StaticCache:
         self.steps.clear()
         capacity = static_capacity(end)
         self.entries.capacity = 0
-        # If memory runs out midway, lengths differ, and the next call mends it.
+        # If memory runs out midway, lengths differ, and the next call makes them equal.
         for tensors in (self.entries.keys, self.entries.values):
             for layer, tensor in enumerate(tensors):
                 more = capacity - tensor.shape[2]

@@ -130,9 +130,10 @@ def test_confidence_is_the_raw_softmax_probability_and_the_token_below_the_thres
 def test_on_a_cpu_a_draft_ends_with_its_end_of_text_token() -> None:
     """What follows it would be discarded."""
     model = tiny_model("llama", vocab=VOCAB)
-    drafter = ModelDrafter(model, model.new_cache(20))
     text = text_of([1, 2], Conditions(100, eos_ids=frozenset(range(VOCAB))), vocab=VOCAB)
-    draft = drafter.propose(text, 4, SamplingParams(), FixedLength(4), SeededRandomness(0))
+    draft = ModelDrafter(model, model.new_cache(20)).propose(
+        text, 4, SamplingParams(), FixedLength(4), SeededRandomness(0)
+    )
     assert len(draft.tokens) == 1
 
 

@@ -280,7 +280,8 @@ def test_calls_that_do_not_fit_are_refused_before_any_cache_is_claimed(
 def test_tokens_may_be_of_few_bytes_or_none() -> None:
     model, text = accelerate(random_model("llama")), tokens_for(5)
     expected = model(text, model.new_cache(5), 0)
-    assert torch.equal(model(text.int(), model.new_cache(5), 0), expected)
+    with torch.device("meta"):  # whatever torch's defaults
+        assert torch.equal(model(text.int(), model.new_cache(5), 0), expected)
     assert model(text[:, :0], model.new_cache(5), 0).shape == (1, 0, VOCAB)
     assert model.together([]) == []
 
